@@ -10,7 +10,7 @@ import numpy as np
 
 from flashref import heads, io_model
 from flashref.heads import Options, Tiling
-from flashref.softmax import exp_minus, finite, log_sum, nonzero, softmax_backward
+from flashref.softmax import exp_minus, finite, log_sum, nonzero, row_sum, softmax_backward
 
 
 def flash_attention_1(
@@ -126,7 +126,7 @@ def forward_head(Q, K, V, O, L, scores, hbm):
             hbm.on_chip(rows, cols, Q=Q_i, K=K_j, V=V_j, O=O_i, S=S_ij, m=m_i, l=l_i)
             m_ij = S_ij.max(axis=1)  # line 10
             P_ij = exp_minus(S_ij, m_ij)
-            l_ij = P_ij.sum(axis=1)
+            l_ij = row_sum(P_ij)
             m_new = np.maximum(m_i, m_ij)  # line 11
             old, new = np.exp(m_i - finite(m_new)), np.exp(m_ij - finite(m_new))
             l_new = old * l_i + new * l_ij
@@ -157,7 +157,7 @@ def backward_head(dO, Q, K, V, O, L, dQ, dK, dV, scores, hbm):
             S_ij = tile.scores(Q_i, K_j)  # lines 11-12
             P_ij = tile.clear(exp_minus(S_ij, L_i))  # line 13, with one L for l and m
             dV_j += tile.product_t(tile.drop(P_ij), dO_i)  # lines 14-16
-            dP_ij = tile.drop(dO_i @ V_j.T)  # lines 17-18
+            dP_ij = tile.drop(tile.outer("dP", dO_i, V_j))  # lines 17-18
             D_i = (dO_i * O_i).sum(axis=1)  # line 19
             hbm.on_chip(
                 rows, cols, Q=Q_i, O=O_i, dO=dO_i, dQ=dQ_i, L=L_i, D=D_i,

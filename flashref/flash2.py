@@ -9,7 +9,15 @@ import numpy as np
 
 from flashref import heads, io_model
 from flashref.heads import Options, Tiling
-from flashref.softmax import empty_state, exp_minus, finite, log_sum, nonzero, softmax_backward
+from flashref.softmax import (
+    empty_state,
+    exp_minus,
+    finite,
+    log_sum,
+    nonzero,
+    row_sum,
+    softmax_backward,
+)
 
 
 def flash_attention_2(
@@ -180,7 +188,7 @@ def _forward(Q, K, V, O, L, scores, hbm):
             m_new = np.maximum(m_i, S_ij.max(axis=1))  # line 9
             P_ij = exp_minus(S_ij, m_new)
             correction = np.exp(m_i - finite(m_new))
-            l_i = correction * l_i + P_ij.sum(axis=1)
+            l_i = correction * l_i + row_sum(P_ij)
             O_i *= correction[:, None]  # line 10, without its inverse, which is a misprint
             O_i += tile.product(tile.drop(P_ij), V_j)
             m_i = m_new
@@ -210,7 +218,7 @@ def _backward(dO, Q, K, V, O, L, dQ, dK, dV, scores, hbm):
             S_ij = tile.scores(Q_i, K_j)  # line 10
             P_ij = tile.clear(exp_minus(S_ij, L_i))  # line 11
             dV_j += tile.product_t(tile.drop(P_ij), dO_i)  # line 12
-            dP_ij = tile.drop(dO_i @ V_j.T)  # line 13
+            dP_ij = tile.drop(tile.outer("dP", dO_i, V_j))  # line 13
             hbm.on_chip(
                 rows, cols, Q=Q_i, dO=dO_i, dQ=dQ_i, L=L_i, D=D_i, K=K_j, V=V_j, dK=dK_j, dV=dV_j,
                 P=P_ij, dS=dP_ij,

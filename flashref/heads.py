@@ -12,6 +12,7 @@ number: a job writes rows that no other job touches, and the sum over a group of
 import contextlib
 import functools
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +33,7 @@ from flashref.io_model import fitting_block
 from flashref.memory import DIRECT, Memory
 from flashref.scores import EMPTY, Scores
 
-DEFAULT_BLOCK = 1024  # wide tiles: below 256 a tile's NumPy calls cost more than its arithmetic
+DEFAULT_BLOCKS = (1024, 512)  # below 256 a tile's NumPy calls cost more than its arithmetic
 THREADS_FROM = 2**18  # scores in a call from which a pool of threads pays for itself
 
 
@@ -186,8 +187,11 @@ class _Plan:
         if threads > 1 and self.tiling.rows_in_parallel:
             jobs = [(arrays, part) for arrays, scores in jobs for part in scores.by_rows()]
 
+        local = threading.local()
+
         def one(job):
             arrays, scores = job
+            scores.buffers = vars(local)  # each thread has its own
             self.hbm.head = scores.head
             with np.errstate(all="ignore"):  # masked NaN and inf are expected on the way
                 algorithm(*arrays, scores, self.hbm)
@@ -202,12 +206,15 @@ class _Plan:
 
     def _block_sizes(self):
         """Return (block_q, block_k): as asked for, or as large as pays and fits."""
-        default = DEFAULT_BLOCK
+        defaults = DEFAULT_BLOCKS
         limit, working_set = getattr(self.hbm, "sram_elements", None), self.tiling.working_set
         if limit and working_set:
-            default = fitting_block(limit, self.d, self.d_v, working_set) or 1
+            defaults = (fitting_block(limit, self.d, self.d_v, working_set) or 1,) * 2
         asked = (("block_q", self.tiling.block_q), ("block_k", self.tiling.block_k))
-        return [default if value is None else count(name, value) for name, value in asked]
+        return [
+            default if value is None else count(name, value)
+            for default, (name, value) in zip(defaults, asked, strict=True)
+        ]
 
     def _check_block_mask(self, block_mask, n_q, n_k):
         block_mask = bool_array("block_mask", block_mask, " (the tile is there)")

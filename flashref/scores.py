@@ -107,6 +107,7 @@ class Scores:
     head: int = 0
     block_mask: np.ndarray | None = None  # (T_r, T_c)
     hbm: Any = DIRECT
+    buffers: dict = field(default_factory=dict)  # of this thread: a fresh tile costs page faults
     kinds: np.ndarray = field(init=False)
 
     def __post_init__(self):
@@ -157,7 +158,7 @@ class Tile:
     def scores(self, Q_i, K_j):
         """Return S_ij: scaled, capped, biased, and -inf where a pair is not seen."""
         rule = self.rule
-        S_ij = (rule.scale * Q_i) @ K_j.T
+        S_ij = self.outer("S", rule.scale * Q_i, K_j)
         if rule.softcap:
             S_ij /= rule.softcap
             np.tanh(S_ij, out=S_ij)
@@ -169,6 +170,14 @@ class Tile:
             i, j = (at.astype(S_ij.dtype) for at in self._positions())
             S_ij -= rule.slope * np.abs(i - j)
         return self.clear(S_ij, -np.inf)
+
+    def outer(self, name, A_i, B_j):
+        """Return A_i B_j^T, a tile of scores or of their gradients, in a buffer of this name."""
+        shape, buffers = (len(A_i), len(B_j)), self.rule.buffers
+        size = shape[0] * shape[1]
+        if name not in buffers or buffers[name].size < size:
+            buffers[name] = np.empty(size, A_i.dtype)
+        return np.matmul(A_i, B_j.T, out=buffers[name][:size].reshape(shape))
 
     def drop(self, P_ij):
         """Return P_ij * Z_ij, with Z = keep / (1 - p) made again from the positions."""

@@ -270,6 +270,11 @@ def exp_minus(S, m):
     return np.exp(S, out=S)
 
 
+def row_sum(P):
+    """Return the sum of each row, as a product with ones: BLAS adds three times as fast as sum."""
+    return P @ np.ones(P.shape[1], P.dtype)
+
+
 def softmax_backward(P, dP, D):
     """Return dS = P * (dP - D), written over dP: the product with the Jacobian diag(p) - p p^T."""
     dP -= D[:, None]

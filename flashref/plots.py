@@ -1,0 +1,527 @@
+"""Static pictures for the lessons, drawn from what the algorithms return.
+
+Each function returns a `Picture`: a matplotlib figure with the words for those who cannot see it.
+Nothing is told by colour alone (hatch and label say it too), and the palette is Okabe and Ito's,
+which the common forms of colour blindness leave distinct. Needs matplotlib.
+"""
+
+import base64
+import io
+import textwrap
+
+import numpy as np
+
+from flashref.inputs import float_array, require
+from flashref.softmax import merge_attention, online_softmax_steps, safe_softmax
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+except ImportError as error:
+    raise ImportError(
+        "flashref.plots draws with matplotlib, which is not installed: python -m pip install matplotlib"
+    ) from error
+
+ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
+BLUE, RED, PURPLE, INK = "#0072B2", "#D55E00", "#CC79A7", "#222222"
+PALE, GREY = "#E8E8E8", "#767676"
+
+PIXELS_PER_INCH = 96  # of the page; the picture itself has twice as many, for sharp screens
+STYLE = {
+    "font.size": 10.5,
+    "figure.titlesize": 11,
+    "axes.titlesize": 10.5,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": GREY,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "text.color": INK,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "hatch.linewidth": 0.7,
+}
+styled = matplotlib.rc_context(STYLE)
+
+
+class Picture:
+    """A figure and its alternative text; a notebook shows the one and hands on the other.
+
+    Attributes
+    ----------
+    figure : matplotlib.figure.Figure
+    alt : str
+        What the picture shows, in words; also its plain-text form.
+    """
+
+    def __init__(self, figure, alt):
+        self.figure, self.alt = figure, alt
+
+    @property
+    def width(self):
+        """Width on the page in CSS pixels."""
+        return round(self.figure.get_figwidth() * PIXELS_PER_INCH)
+
+    @property
+    def height(self):
+        """Height on the page in CSS pixels."""
+        return round(self.figure.get_figheight() * PIXELS_PER_INCH)
+
+    @styled
+    def png(self):
+        """Return the picture as the bytes of a PNG file."""
+        with io.BytesIO() as file:
+            self.figure.savefig(file, format="png", dpi=2 * PIXELS_PER_INCH)
+            return file.getvalue()
+
+    def save(self, path):
+        """Write the picture to a PNG file."""
+        with open(path, "wb") as file:
+            file.write(self.png())
+
+    def __repr__(self):
+        """Show the alternative text."""
+        return self.alt
+
+    def _repr_mimebundle_(self, include=None, exclude=None):
+        data = {"text/plain": self.alt, "image/png": base64.b64encode(self.png()).decode("ascii")}
+        return data, {"image/png": {"width": self.width, "alt": self.alt}}
+
+
+# Lesson 02: where exp overflows, and where a softmax dies of it
+
+DTYPES = (np.float16, np.float32, np.float64)
+
+
+def exp_range(dtype):
+    """Return (low, high): exp gives 0 below low and inf above high in this floating-point type.
+
+    Examples
+    --------
+    >>> low, high = exp_range("float32")
+    >>> print(f"{low:.4f} {high:.4f}")
+    -103.9721 88.7228
+    """
+    info = np.finfo(dtype)
+    # half the smallest number rounds to 0; the logarithms are taken in halves lest they underflow
+    low = np.log(float(info.smallest_subnormal)) - np.log(2)
+    return float(low), float(np.log(float(info.max)))
+
+
+@styled
+def exp_overflow():
+    """Draw exp with the point where each floating-point type overflows.
+
+    Returns
+    -------
+    picture : Picture
+        Left, the curve up to the largest float16; right, its powers of ten and all three types.
+    """
+    figure = Figure(figsize=(8.6, 3.7), layout="constrained")
+    near, far = figure.subplots(1, 2, width_ratios=(1, 1.55))
+    looks = dict(zip(DTYPES, ((RED, ":", "o"), (BLUE, "--", "s"), (GREEN, "-.", "^")), strict=True))
+
+    x = np.linspace(-2, 12.4, 200)
+    top = float(np.finfo(np.float16).max)
+    edge = exp_range(np.float16)[1]
+    near.plot(x, np.exp(x), color=INK, linewidth=2)
+    near.axhline(top, color=RED, linestyle=":", linewidth=1.8)
+    near.plot(edge, top, "o", color=RED, markersize=8)
+    near.text(-1.8, 0.98 * top, f"largest float16: {top:,.0f}\nreached at x = {edge:.4f}", va="top")
+    near.set(ylim=(0, 1.5 * top), xlim=(-2, 12.4), xlabel="x", title="$e^x$ on an ordinary scale")
+    near.set_yticks([0, 50_000], ["0", "50,000"])
+    near.set_xticks([0, 5, 10])
+
+    x = np.array([-800.0, 800.0])
+    far.plot(x, x * np.log10(np.e), color=INK, linewidth=2)
+    words = []
+    for dtype, (color, line, marker) in looks.items():
+        name, edge = np.dtype(dtype).name, exp_range(dtype)[1]
+        power = edge * np.log10(np.e)
+        far.plot([-800, edge, edge], [power, power, -345], color=color, linestyle=line, lw=1.6)
+        far.plot(edge, power, marker, color=color, markersize=8)
+        above = dtype is not np.float16  # its line is too near to float32's for two labels between
+        va, gap = ("bottom", 7) if above else ("top", -9)
+        far.text(-790, power + gap, f"{name}: inf above x = {edge:.4f}", va=va)
+        words.append(f"{edge:.4f} for {name}")
+    far.set(xlim=(-800, 800), ylim=(-345, 370), xlabel="x", title="$e^x$ in powers of ten")
+    far.set_yticks([-300, -200, -100, 0, 100, 200, 300])
+    far.set_yticklabels([f"$10^{{{k}}}$" for k in far.get_yticks().astype(int)])
+    return Picture(
+        figure,
+        "Two plots of e to the x. On an ordinary scale the curve is flat, then climbs like a wall. "
+        "On a scale of powers of ten it is a straight line that crosses the largest number "
+        f"of each type: at x = {', '.join(words)}.",
+    )
+
+
+ZONES = {"right": (SKY, ""), "wrong, yet finite": (ORANGE, "\\\\\\"), "NaN": ("#555555", "xxx")}
+
+
+def shift_zones(softmax, x, shifts=range(-1000, 1001)):
+    """Return what becomes of softmax(x + c) in three types, for every shift c.
+
+    Parameters
+    ----------
+    softmax : callable
+        Softmax of one row, in the type of that row.
+    x : sequence of numbers
+        The scores.
+    shifts : iterable of numbers
+
+    Returns
+    -------
+    zones : dict of dtype to list of str
+        For each shift "right" (every weight within 1 %), "wrong, yet finite", or "NaN".
+    """
+    want = safe_softmax(np.asarray(x, np.float64))
+
+    def zone(got):
+        if not np.isfinite(got).all():
+            return "NaN"
+        return "right" if np.allclose(got, want, rtol=1e-2, atol=0) else "wrong, yet finite"
+
+    with np.errstate(all="ignore"):
+        return {
+            dtype: [zone(np.asarray(softmax(np.asarray(x, dtype) + dtype(c)))) for c in shifts]
+            for dtype in DTYPES
+        }
+
+
+@styled
+def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
+    """Draw for which shifts c softmax(x + c) still gives the weights of softmax(x).
+
+    Parameters
+    ----------
+    softmax : callable
+        Softmax of one row, in the type of that row.
+    x : sequence of numbers
+        The scores.
+    shift : int
+        The c to mark and to print the weights for, from -1000 to 1000.
+    zones : dict, optional
+        `shift_zones(softmax, x)`, if it is known already.
+
+    Returns
+    -------
+    picture : Picture
+    """
+    require(-1000 <= shift <= 1000, f"{shift=} is outside the picture; give -1000 to 1000")
+    zones = shift_zones(softmax, x) if zones is None else zones
+    figure = Figure(figsize=(8.6, 2.9), layout="constrained")
+    axes = figure.subplots()
+    words = []
+    for y, (dtype, names) in enumerate(zones.items()):
+        name = np.dtype(dtype).name
+        for start, stop, zone in _runs(names):
+            color, hatch = ZONES[zone]
+            left, right = max(start - 1000.5, -1000), min(stop - 1000.5, 1000)
+            axes.barh(y, right - left, 0.62, left, color=color, hatch=hatch, edgecolor="white")
+        with np.errstate(all="ignore"):
+            p = np.asarray(softmax(np.asarray(x, dtype) + dtype(shift)), np.float64)
+        weights = f"[{', '.join(f'{p_j:.3f}' for p_j in p)}]"
+        zone = names[round(shift) + 1000]
+        axes.text(1150, y - 0.02, weights, va="bottom", family="monospace", fontsize=9.5)
+        axes.text(1150, y + 0.04, zone, va="top", fontsize=9.5)
+        words.append(f"{name} gives {weights}, {zone}")
+    axes.axvline(shift, color=INK, linewidth=1.8, zorder=0)  # behind the bars, which may be narrow
+    axes.text(shift, -0.52, f"c = {_score(shift)}", ha="center", va="bottom", fontsize=9.5)
+    axes.text(1150, -0.52, f"weights at c = {_score(shift)}", va="bottom", fontsize=9.5)
+    axes.set_xscale("symlog", linthresh=4, linscale=0.5)
+    ticks = (-1000, -100, -10, 0, 10, 100, 1000)
+    axes.set_xticks(ticks, [_score(t) for t in ticks])
+    axes.set_yticks(range(len(zones)), [np.dtype(dtype).name for dtype in zones])
+    axes.set(xlim=(-1000, 1000), ylim=(2.5, -0.55), xlabel="c, added to all scores")
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    figure.legend(
+        handles=[Patch(fc=c, hatch=h, ec="white", label=zone) for zone, (c, h) in ZONES.items()],
+        loc="outside lower center",
+        ncols=3,
+    )
+    scores = ", ".join(f"{s:g}" for s in x)
+    return Picture(figure, f"Softmax of [{scores}] + c at c = {_score(shift)}: {'; '.join(words)}.")
+
+
+def _runs(names):
+    """Return (start, stop, name) for each run of equal neighbours."""
+    cuts = [0, *(i for i in range(1, len(names)) if names[i] != names[i - 1]), len(names)]
+    return [(a, b, names[a]) for a, b in zip(cuts[:-1], cuts[1:], strict=True)]
+
+
+# Lesson 03: the running state of online softmax, and the tree of merges
+
+
+def describe_steps(x, v=None, block=2):
+    """Return one text for each block of online softmax: what it changed, and by which factor.
+
+    Examples
+    --------
+    >>> print(describe_steps([1, 2, 3, 10], block=2)[1])
+    Block 2 of 2, scores 3, 10. The maximum rises from 2 to 10, so the old l = 1.367879 shrinks by the factor 0.000335463 to 0.000458872. The block adds 1.000912. Now m = 10, l = 1.001371.
+    """
+    steps, texts = online_softmax_steps(x, v, block), []
+    m, l = -np.inf, 0.0
+    for number, step in enumerate(steps, 1):
+        scores = ", ".join(_score(s) for s in np.asarray(x)[step.cols])
+        if np.isneginf(m):
+            change = "Nothing was seen before."
+        elif step.m > m:
+            change = (
+                f"The maximum rises from {_score(m)} to {_score(step.m)}, so the old l = {l:.6f} "
+                f"shrinks by the factor {step.correction:.6g} to {step.correction * l:.6g}."
+            )
+        else:
+            change = f"The maximum stays {_score(m)}: factor 1, the old l = {l:.6f} stays."
+        added = step.l - step.correction * l
+        now = f"Now m = {_score(step.m)}, l = {step.l:.6f}"
+        now += "." if v is None else f", o = {_vector(step.o)}."
+        texts.append(
+            f"Block {number} of {len(steps)}, scores {scores}. {change} "
+            f"The block adds {added:.6f}. {now}"
+        )
+        m, l = step.m, step.l
+    return texts
+
+
+@styled
+def softmax_steps(x, v=None, block=2, show=None):
+    """Draw the running state of online softmax, one row of panels for each block of scores.
+
+    Parameters
+    ----------
+    x : float array (n,)
+        Scores of one row.
+    v : float array (n, d_v), optional
+        One value vector per score; without it o is left out.
+    block : int
+        Scores per block.
+    show : iterable of int, optional
+        Which blocks to draw, counted from 1; 0 is the state before the first. Default: all, from 1.
+
+    Returns
+    -------
+    picture : Picture
+    """
+    x = float_array("x", x)
+    require(x.ndim == 1, f"x has shape {x.shape}; give one row of scores, (n,)")
+    steps = online_softmax_steps(x, v, block)
+    show = range(1, len(steps) + 1) if show is None else list(show)
+    require(
+        all(0 <= number <= len(steps) for number in show),
+        f"{show=} names a block that is not there; there are {len(steps)}, counted from 1",
+    )
+    figure = Figure(figsize=(8.6, 2.55 * len(show) + 0.1), layout="constrained")
+    rows = figure.subfigures(len(show), 1, squeeze=False, hspace=0.04)[:, 0]
+    for row, number in zip(rows, show, strict=True):
+        _draw_step(row, x, steps, number)
+    texts = ["Before the first block: m = −∞, l = 0.", *describe_steps(x, v, block)]
+    return Picture(figure, " ".join(texts[number] for number in show))
+
+
+def _draw_step(row, x, steps, number):
+    """Draw the scores, l and o after one block, with the arithmetic as a headline."""
+    step = steps[number - 1] if number else None
+    before = steps[number - 2] if number > 1 else None
+    m_old, l_old = (before.m, before.l) if before else (-np.inf, 0.0)
+    m, l = (step.m, step.l) if step else (m_old, l_old)
+    has_o = steps[0].o is not None
+    axes = row.subplots(1, 3 if has_o else 2, width_ratios=(1.15, 1.15, 1) if has_o else None)
+    row.suptitle(_arithmetic(step, m_old, l_old, number, len(steps)), x=0.01, ha="left")
+    _draw_scores(axes[0], x, step, m)
+    correction = step.correction if step else 1.0
+    _draw_sum(axes[1], l_old, correction * l_old, l - correction * l_old)
+    if has_o:
+        zeros = np.zeros_like(steps[0].o)
+        o_old, o = before.o if before else zeros, step.o if step else zeros
+        _draw_output(axes[2], o_old, o, np.array([s.o for s in steps]))
+
+
+def _arithmetic(step, m_old, l_old, number, total):
+    """Return the update of m and l as the arithmetic it is."""
+    if step is None:
+        return r"nothing seen yet:  $m = -\infty,\quad \ell = 0$"
+    old, block, m = (_tex(value) for value in (m_old, step.m_block, step.m))
+    return (
+        f"block {number} of {total}:  $m = \\max({old},\\ {block}) = {m}$      "
+        f"$\\ell = e^{{{old}-{_bracket(m)}}}\\cdot {_sum(l_old)}"
+        f" + e^{{{block}-{_bracket(m)}}}\\cdot {_sum(step.l_block)} = {_sum(step.l)}$"
+    )
+
+
+def _draw_scores(axes, x, step, m):
+    keys = np.arange(1, len(x) + 1)
+    stop = step.cols.stop if step else 0
+    start = step.cols.start if step else 0
+    height = np.where(np.isfinite(x), x, 0)
+    looks = [
+        (slice(0, start), {"color": PALE, "edgecolor": GREY}),
+        (slice(start, stop), {"color": SKY, "edgecolor": BLUE, "hatch": "///"}),
+        (slice(stop, None), {"color": "none", "edgecolor": GREY, "linestyle": ":"}),
+    ]
+    for cols, look in looks:
+        axes.bar(keys[cols], height[cols], 0.75, **look)
+    low, high = min(0, height.min()), max(0, height.max())
+    room = 0.25 * ((high - low) or 1)
+    axes.set(ylim=(low - (room if low < 0 else 0), high + room), xlim=(0.4, 1.22 * len(x) + 0.7))
+    if len(x) <= 12:
+        for key, s, y in zip(keys, x, height, strict=True):
+            va, gap = ("bottom", 2) if y >= 0 else ("top", -2)
+            axes.annotate(
+                _score(s), (key, y), (0, gap), textcoords="offset points", ha="center", va=va
+            )
+        axes.set_xticks(keys)
+    if np.isfinite(m):
+        axes.axhline(m, color=RED, linestyle="--", linewidth=1.4)
+        right = axes.get_xlim()[1]  # past the last bar, where no score's label can be in the way
+        axes.text(right, m, f"m = {_score(m)}", color=RED, va="bottom", ha="right")
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set(xlabel="key", title="scores: seen, new, unseen")
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_sum(axes, l_old, carried, added):
+    looks = {
+        "old": {"color": PALE, "edgecolor": GREY},
+        "carried": {"color": ORANGE, "edgecolor": "#7A5400", "hatch": "\\\\\\"},
+        "added": {"color": SKY, "edgecolor": BLUE, "hatch": "///"},
+    }
+    axes.bar(0, l_old, 0.7, **looks["old"])
+    axes.bar([1, 3], [carried, carried], 0.7, **looks["carried"])
+    axes.bar([2, 3], [added, added], 0.7, bottom=[0, carried], **looks["added"])
+    total = carried + added
+    for place, height in enumerate((l_old, carried, added, total)):
+        label = f"{height:.3g}" if height < 0.01 else f"{height:.3f}"
+        axes.annotate(
+            label, (place, height), (0, 2), textcoords="offset points", ha="center", va="bottom"
+        )
+    axes.set_xticks(range(4), ["old ℓ", "old ℓ\n× factor", "+ this\nblock", "new ℓ"])
+    axes.set(
+        ylim=(0, 1.3 * max(l_old, total, 0.1)), xlim=(-0.55, 3.55), title="ℓ, measured against m"
+    )
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+
+
+def _draw_output(axes, o_old, o, history):
+    places = np.arange(len(o))
+    axes.bar(places - 0.2, o_old, 0.36, color=PALE, edgecolor=GREY)
+    axes.bar(places + 0.2, o, 0.36, color=GREEN, edgecolor=INK)
+    axes.hlines(history[-1], places - 0.45, places + 0.45, color=INK, linestyle=":", linewidth=1.6)
+    low, high = min(0, history.min()), max(0, history.max())
+    room = 0.25 * ((high - low) or 1)
+    if len(o) <= 4:
+        for place, old, new in zip(places, o_old, o, strict=True):
+            for at, value in ((place - 0.2, old), (place + 0.2, new)):
+                va, gap = ("bottom", 2) if value >= 0 else ("top", -2)
+                axes.annotate(
+                    f"{value:.2f}",
+                    (at, value),
+                    (0, gap),
+                    textcoords="offset points",
+                    ha="center",
+                    va=va,
+                )
+        axes.set_xticks(places, [f"o[{i}]" for i in range(len(o))])
+    axes.set(
+        ylim=(low - (room if low < 0 else 0), high + room), title="o: old, new, final (dotted)"
+    )
+    axes.axhline(0, color=GREY, linewidth=0.8)
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+
+
+@styled
+def merge_tree(x, v, *trees):
+    """Draw how the outputs of single keys merge, pair by pair, into attention over all of them.
+
+    Parameters
+    ----------
+    x : float array (n,)
+        Scores of one row.
+    v : float array (n, d_v)
+        One value vector per score.
+    *trees : nested pairs of int
+        Which to merge with which, keys counted from 0: ((0, 1), (2, 3)) joins two pairs.
+        Several trees are drawn side by side.
+
+    Returns
+    -------
+    picture : Picture
+        Every node holds its keys, o and L = lse; every branch its weight, exp(L_part - L).
+    """
+    x, v = float_array("x", x), float_array("v", v)
+    figure = Figure(figsize=(8.6, 4.4), layout="constrained")
+    words, heights = [], []
+    for axes, tree in zip(figure.subplots(1, len(trees), squeeze=False)[0], trees, strict=True):
+        axes.set_axis_off()
+        node = _draw_node(axes, x, v, tree)
+        axes.set(xlim=(-0.55, len(node["keys"]) - 0.45), title=_shape(tree))
+        heights.append(node["y"])
+        words.append(f"{_shape(tree)} ends at o = {_vector(node['o'])}, L = {node['lse']:.6f}")
+    for axes in figure.axes:
+        axes.set_ylim(-0.4, max(heights) + 0.4)
+    return Picture(figure, f"Merging the keys as {'; as '.join(words)}.")
+
+
+def _draw_node(axes, x, v, tree, place=0):
+    """Draw a tree from the leaves up; return its root."""
+    if isinstance(tree, tuple):
+        a = _draw_node(axes, x, v, tree[0], place)
+        b = _draw_node(axes, x, v, tree[1], place + len(a["keys"]))
+        o, lse = merge_attention(a["o"], a["lse"], b["o"], b["lse"])
+        keys, y = a["keys"] + b["keys"], 1 + max(a["y"], b["y"])
+        node = {"keys": keys, "o": o, "lse": lse, "x": (a["x"] + b["x"]) / 2, "y": y}
+        for part in (a, b):
+            axes.plot([part["x"], node["x"]], [part["y"], y], color=GREY, linewidth=1.2, zorder=0)
+            weight = np.exp(part["lse"] - lse)
+            label = f"{weight:.2g}" if weight < 0.01 else f"{weight:.4f}"
+            # nearer to the part than to the node: there the branches are further apart
+            at = (0.65 * part["x"] + 0.35 * node["x"], 0.65 * part["y"] + 0.35 * y)
+            box = {"fc": "white", "ec": "none", "pad": 1}
+            axes.text(*at, f"×{label}", ha="center", va="center", fontsize=8.5, bbox=box)
+    else:
+        node = {"keys": [tree], "o": v[tree], "lse": x[tree], "x": place, "y": 0}
+    one = len(node["keys"]) == 1
+    name = ("key " if one else "keys ") + ", ".join(str(key + 1) for key in node["keys"])
+    o = ", ".join(f"{value:.4g}" for value in node["o"])
+    text = f"{name}\n[{o}]\nL = {node['lse']:.5g}"
+    look = {"fc": PALE if one else "#D6ECFA", "ec": GREY if one else BLUE, "boxstyle": "round"}
+    axes.text(node["x"], node["y"], text, ha="center", va="center", fontsize=8.5, bbox=look)
+    return node
+
+
+def _shape(tree):
+    """Return the tree with its keys counted from 1, as (1 2) (3 4)."""
+    if not isinstance(tree, tuple):
+        return str(tree + 1)
+    return "(" + " ".join(_shape(part) for part in tree) + ")"
+
+
+def _score(s):
+    return f"{s:g}".replace("-inf", "−∞").replace("-", "−")
+
+
+def _vector(o, digits=6):
+    return "[" + ", ".join(f"{value:.{digits}f}" for value in o) + "]"
+
+
+def _sum(l):
+    return f"{l:.6f}" if l else "0"
+
+
+def _tex(value):
+    return f"{value:g}".replace("inf", r"\infty")
+
+
+def _bracket(text):
+    return f"({text})" if text.startswith("-") else text
