@@ -55,7 +55,7 @@ def main(argv=None):
 
 
 def compare(title, candidates, rounds):
-    """Time the candidates in turn; return the median of each, and its ratio to the first pair by pair."""
+    """Time the candidates in turn; return the medians, and the ratios to the first by round."""
     times = {name: [] for name in candidates}
     total = (rounds + 1) * len(candidates)
     for step in range(total):  # the first round warms up
@@ -170,7 +170,7 @@ def without_memory(algorithm):
 
 
 def peak_beyond_arrays(n_heads, n, d=64):
-    """Return the MiB by which one forward pass raises this process's peak, its output not counted."""
+    """Return the MiB by which a forward pass raises this process's peak, its output not counted."""
     q, k, v = _random(3, n_heads, n, d)
     flashref.flash_attention_2(q[:, :64], k[:, :64], v[:, :64])  # imports and BLAS buffers
     before = _peak_kib()

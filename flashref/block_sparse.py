@@ -1,4 +1,4 @@
-"""Block-sparse attention: Algorithm 5 of FlashAttention-1 (arXiv:2205.14135, app. D.1), and patterns.
+"""Block-sparse attention: FlashAttention-1 (arXiv:2205.14135), Algorithm 5; and block patterns.
 
 Algorithm 5 is Algorithm 1 in which whole tiles may be absent: one `if` in the loop of `flash1`, so
 there is no second loop here. Unlike a mask, which hides pairs, an absent tile is never computed and

@@ -1,7 +1,7 @@
 """Dropout that can be made again: the keep mask is a function of (seed, head, row, column).
 
 FlashAttention-1 (arXiv:2205.14135), Algorithm 2 line 14 and app. B.4: the backward pass needs the
-mask of the forward pass, and regenerating it costs nothing of slow memory, while storing it costs N²
+mask of the forward pass, and making it again costs no slow memory, while storing it costs N²
 entries. The paper saves the state of a generator; a counter-based one (Salmon et al., 2011, is the
 idea) has no state at all, so any tile can be made in any order.
 """

@@ -20,8 +20,8 @@ def flash_attention_1(
 ):  # fmt: skip
     """Return exact attention by FlashAttention-1's tiles (Algorithm 1; Algorithm 2 with options).
 
-    Moves n_k (d + d_v) + T_c n_q (d + d_v + 2) loads and n_q (d_v + 2) (1 + T_c) stores per head, with
-    T_c = ⌈n_k / block_k⌉; masked tiles are skipped (`io_model.fa1_traffic`).
+    Moves n_k (d + d_v) + T_c n_q (d + d_v + 2) loads and n_q (d_v + 2) (1 + T_c) stores per head,
+    with T_c = ⌈n_k / block_k⌉; masked tiles are skipped (`io_model.fa1_traffic`).
 
     Parameters
     ----------
@@ -66,7 +66,8 @@ def flash_attention_1_backward(
 ):  # fmt: skip
     """Return the gradients by FlashAttention-1's tiles (Algorithm 4): P is recomputed from lse.
 
-    Moves n_k (d + d_v) + T_c n_q (2 d + 2 d_v + 1) loads per head (`io_model.fa1_backward_traffic`).
+    Moves n_k (d + d_v) + T_c n_q (2 d + 2 d_v + 1) loads per head
+    (`io_model.fa1_backward_traffic`).
 
     Parameters
     ----------

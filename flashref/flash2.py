@@ -1,8 +1,9 @@
 """FlashAttention-2: Dao (2023), arXiv:2307.08691, Algorithm 1 (forward) and Algorithm 2 (backward).
 
-Unlike FlashAttention-1, queries are the outer loop: O_i stays on chip over all key blocks, is divided
-by l once at the end, and is written once, with L = m + log l in place of m and l. The price is that
-every query block reads all keys and values. Query blocks are independent, so they run in parallel.
+Unlike FlashAttention-1, queries are the outer loop: O_i stays on chip over all key blocks, is
+divided by l once at the end, and is written once, with L = m + log l in place of m and l. The
+price is that every query block reads all keys and values. Query blocks are independent, so they
+run in parallel.
 """
 
 import numpy as np

@@ -6,7 +6,7 @@ head and its `Scores`.
 
 Threads: as many as `FLASHREF_NUM_THREADS` says, else as there are cores. They need `threadpoolctl`,
 which holds BLAS to one thread meanwhile; without it the work is serial. No result depends on their
-number: a job writes rows that no other job touches, and the sum over a group of heads has one order.
+number: a job writes rows that no other touches, and the sum over a group of heads has one order.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a call cuts S into tiles; `working_set` gives the sizes of what shares the fast memory."""
+    """How a call cuts S into tiles; `working_set` sizes what shares the fast memory."""
 
     working_set: Any = None
     block_q: int | None = None
@@ -83,8 +83,8 @@ def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tili
     (q, k, v), dtype, result_dtype = _arrays(q=q, k=k, v=v)
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(x.ndim == 3, f"{name} has shape {x.shape}; packed arrays are (total, heads, d)")
-    heads_first = [x.swapaxes(0, 1) for x in (q, k, v)]  # (heads, total, d)
-    (n_heads,), total_q, total_k = _check_heads(*heads_first)
+    heads_first = (x.swapaxes(0, 1) for x in (q, k, v))  # (heads, total, d)
+    (n_heads,), total_q, total_k = _check_heads(*heads_first, shapes=_shapes(q, k, v))
     ends_q = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", total_q)
     ends_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", total_k)
     require(
@@ -97,7 +97,8 @@ def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tili
     o, lse = np.empty((*q.shape[:2], v.shape[-1]), dtype), np.empty((n_heads, total_q), dtype)
     for b, h in np.ndindex(lead):
         rows, cols = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
-        Q, K, V = (x[h * len(x) // n_heads, part] for x, part in zip(heads_first, (rows, cols, cols), strict=True))  # fmt: skip
+        kv_head = h * k.shape[1] // n_heads
+        Q, K, V = q[rows, h], k[cols, kv_head], v[cols, kv_head]
         plan.add((Q, K, V, o[rows, h], lse[h, rows]), (b, h), len(Q), len(K))
     plan.run(algorithm)
     o = o.astype(result_dtype, copy=False)
@@ -163,7 +164,7 @@ class _Plan:
             self.block_mask = self._check_block_mask(tiling.block_mask, n_q, n_k)
 
     def add(self, arrays, index, n_q, n_k):
-        """Add the job of one head: its arrays, and the `Scores` for its n_q queries and n_k keys."""
+        """Add the job of one head: its arrays, and the `Scores` of its n_q queries and n_k keys."""
 
         def of_head(x):
             return None if x is None else x[index]
@@ -259,9 +260,13 @@ def _arrays(**named):
     return contiguous, dtype, np.result_type(*arrays)
 
 
-def _check_heads(q, k, v):
-    """Return (lead, n_q, n_k), lead being the batch and head axes of q."""
-    shapes = f"q {q.shape}, k {k.shape}, v {v.shape}"
+def _shapes(q, k, v):
+    return f"q {q.shape}, k {k.shape}, v {v.shape}"
+
+
+def _check_heads(q, k, v, shapes=None):
+    """Return (lead, n_q, n_k), lead being the batch and head axes of q; errors show `shapes`."""
+    shapes = shapes or _shapes(q, k, v)
     require(q.ndim == k.ndim == v.ndim, f"q, k and v must have as many axes each: {shapes}")
     require(q.shape[-1] > 0, f"q has no columns, d = 0: {shapes}")
     require(q.shape[-1] == k.shape[-1], f"q and k must have the same d, their last axis: {shapes}")

@@ -12,7 +12,7 @@ FLOATS = (np.float16, np.float32, np.float64)
 
 
 def float_array(name, x):
-    """Return x as a NumPy float array: float16, 32 and 64 stay, integers and lists become float64."""
+    """Return x as a float array: float16, 32 and 64 stay, integers and lists become float64."""
     array = any_array(name, x)
     if array.dtype.kind in "iu":
         return array.astype(np.float64)

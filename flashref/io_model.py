@@ -1,8 +1,8 @@
 """What the algorithms must cost: slow-memory traffic, fast memory and FLOPs in closed form.
 
-FlashAttention-1 (arXiv:2205.14135) Theorem 2 and Propositions 3-4 say how traffic grows; these are
-the exact counts behind them, element for element what `Memory` measures (the tests compare). They
-hold for one head. T_r = ⌈n_q/B_r⌉ and T_c = ⌈n_k/B_c⌉; t is the sum of the rows of all visited tiles
+FlashAttention-1 (arXiv:2205.14135) Theorem 2 and Proposition 4 say how traffic grows; these are the
+exact counts behind them, element for element what `Memory` measures (the tests compare). They hold
+for one head. T_r = ⌈n_q/B_r⌉ and T_c = ⌈n_k/B_c⌉; t is the sum of the rows of all visited tiles
 (T_c n_q when none is skipped) and u the sum of their columns (T_r n_k).
 """
 
@@ -125,7 +125,8 @@ def block_sparse_traffic(
     Examples
     --------
     >>> import numpy as np
-    >>> block_sparse_traffic(64, 64, 16, 16, block_mask=np.eye(4, dtype=bool), block_q=16, block_k=16)
+    >>> diagonal = np.eye(4, dtype=bool)
+    >>> block_sparse_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (4224, 2304)
     """
     t, _ = _visited(n_q, n_k, block_q, block_k, causal, window, block_mask)

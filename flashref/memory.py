@@ -1,8 +1,8 @@
 """Slow memory whose traffic can be counted.
 
 The paper's lines "load K_j from HBM to on-chip SRAM" and "write O_i to HBM" are lines of our code:
-`K_j = hbm.load("K", K, cols)` and `hbm.store("O", O, rows, O_i)`. `DIRECT` only passes the data
-through. `Memory` also counts elements, tracks what is on chip, and tells a listener about each event.
+`K_j = hbm.load("K", K, cols)` and `hbm.store("O", O, rows, O_i)`. `DIRECT` passes the data
+through. `Memory` also counts elements, tracks what is on chip, and tells a listener about it all.
 """
 
 from collections import Counter

@@ -5,7 +5,8 @@ FlashAttention-1 (arXiv:2205.14135) app. B.3, Algorithm 2 lines 9-14; FlashAtten
 window, bias and cap *means*; the tile loops know none of it.
 
 A pair (i, j) that is not seen contributes exactly nothing, whatever its arrays hold. Its score is
--inf and its P is 0; since 0 * NaN is NaN, products skip unseen pairs where an operand is not finite.
+-inf and its P is 0; since 0 * NaN is NaN, products leave unseen pairs out where an operand is not
+finite.
 """
 
 import copy

@@ -74,7 +74,7 @@ def safe_softmax(x, axis=-1):
 
 
 def online_softmax(x, block=1, axis=-1):
-    """Return the softmax of x, reading `block` scores at a time (Milakov & Gimelshein, Algorithm 3).
+    """Return the softmax of x, `block` scores at a time (Milakov & Gimelshein, Algorithm 3).
 
     Unlike `safe_softmax`, the sum starts before the maximum is known and is rescaled whenever a
     larger score arrives, which saves one of three passes: 2 loads and 1 store per score.
@@ -145,8 +145,8 @@ def online_softmax_steps(x, v=None, block=1):
     Returns
     -------
     steps : list of Step
-        Each with `.m`, `.l` (...) and `.o` (..., d_v) *after* the block, `.m_block` and `.l_block` of
-        the block alone, the factor `.correction` on the old l, and the block's `.cols`. `.o` is
+        Each with `.m`, `.l` (...) and `.o` (..., d_v) *after* the block, `.m_block` and `.l_block`
+        of the block alone, the factor `.correction` on the old l, and the block's `.cols`. `.o` is
         divided by l: it is exact attention over the scores so far, or None without v.
 
     Raises
@@ -186,15 +186,16 @@ def online_softmax_steps(x, v=None, block=1):
 def merge_attention(o_a, lse_a, o_b, lse_b):
     """Join attention over two disjoint sets of keys into attention over both.
 
-    Each part weighs exp(lse): o = (e^lse_a o_a + e^lse_b o_b) / (e^lse_a + e^lse_b). Associative and
-    commutative up to rounding, which is why keys may be split over blocks, cores or machines.
+    Each part weighs exp(lse): o = (e^lse_a o_a + e^lse_b o_b) / (e^lse_a + e^lse_b). Associative
+    and commutative up to rounding, so keys may be split over blocks, cores or machines.
 
     Parameters
     ----------
     o_a, o_b : float arrays (..., n, d_v)
         Outputs over each part of the keys.
     lse_a, lse_b : float arrays (..., n)
-        Natural log of each row's sum of exp(score); -inf for a part without keys, whose o is ignored.
+        Natural log of each row's sum of exp(score); -inf for a part without keys, whose o is
+        ignored.
 
     Returns
     -------

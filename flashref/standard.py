@@ -1,4 +1,4 @@
-"""Standard attention: Algorithm 0 of FlashAttention-1 (arXiv:2205.14135), and its backward, Algorithm 3.
+"""Standard attention: FlashAttention-1 (arXiv:2205.14135), Algorithm 0, and its backward, 3.
 
 S and P are whole matrices, and both go out to slow memory and come back: Θ(Nd + N²) elements move.
 The plain thing that every other module is measured against.
@@ -45,7 +45,7 @@ def standard_attention(
     alibi_slopes : float array, optional
         Broadcast to (..., H_q); slope * |i + off - j| is subtracted from the scores.
     softcap : float, optional
-        c > 0 turns a scaled score s into c tanh(s / c), before masks and biases; None and 0 are off.
+        c > 0 turns a scaled score s into c tanh(s / c), before masks and biases; None and 0: off.
     dropout_p : float
         Probability that an entry of P is dropped; the others are divided by 1 - dropout_p.
     seed : int, optional
