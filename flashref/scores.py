@@ -169,7 +169,8 @@ class Tile:
             S_ij += self.bias
         if rule.slope is not None:
             i, j = (at.astype(S_ij.dtype) for at in self._positions())
-            S_ij -= rule.slope * np.abs(i - j)
+            distance = i - j
+            S_ij -= np.multiply(np.abs(distance, out=distance), rule.slope, out=distance)
         return self.clear(S_ij, -np.inf)
 
     def outer(self, name, A_i, B_j):

@@ -1,0 +1,1 @@
+"""The tests of flashref, installed with it: `pytest --pyargs flashref`."""
