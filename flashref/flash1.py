@@ -104,7 +104,9 @@ def flash_attention_1_backward(
     options = Options(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
-    tiling = Tiling(io_model.fa1_backward_tiles, block_q, block_k)
+    tiling = Tiling(
+        io_model.fa1_backward_tiles, block_q, block_k, default_blocks=heads.BACKWARD_BLOCKS
+    )
     return heads.backward(backward_head, do, q, k, v, dict(o=o, lse=lse), options, tiling)
 
 

@@ -33,7 +33,8 @@ from flashref.io_model import fitting_block
 from flashref.memory import DIRECT, Memory
 from flashref.scores import EMPTY, Scores
 
-DEFAULT_BLOCKS = (1024, 512)  # below 256 a tile's NumPy calls cost more than its arithmetic
+# below 256 a tile's NumPy calls cost more than its arithmetic; the backward holds two tiles at once
+FORWARD_BLOCKS, BACKWARD_BLOCKS = (1024, 1024), (1024, 512)
 THREADS_FROM = 2**18  # scores in a call from which a pool of threads pays for itself
 
 
@@ -62,6 +63,7 @@ class Tiling:
     block_k: int | None = None
     block_mask: Any = None
     rows_in_parallel: bool = False
+    default_blocks: tuple = FORWARD_BLOCKS
 
 
 def forward(algorithm, q, k, v, options, tiling, return_lse):
@@ -207,7 +209,7 @@ class _Plan:
 
     def _block_sizes(self):
         """Return (block_q, block_k): as asked for, or as large as pays and fits."""
-        defaults = DEFAULT_BLOCKS
+        defaults = self.tiling.default_blocks
         limit, working_set = getattr(self.hbm, "sram_elements", None), self.tiling.working_set
         if limit and working_set:
             defaults = (fitting_block(limit, self.d, self.d_v, working_set) or 1,) * 2
