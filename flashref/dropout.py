@@ -72,7 +72,8 @@ def check_dropout(p, seed, name):
 
 def keep_tile(seed, head, rows, cols, p):
     """Return the keep mask of one tile: the hash of each entry's position against p."""
-    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(head))
+    key = _mix(np.array([seed % 2**64], np.uint64) + _GOLDEN)  # + because _mix(0) is 0
+    key = _mix((key ^ np.uint64(head)) + _GOLDEN)
     i = np.arange(rows.start, rows.stop, dtype=np.uint64)[:, None]
     j = np.arange(cols.start, cols.stop, dtype=np.uint64)
     return _mix((i << np.uint64(32) | j) * _GOLDEN + key) >= np.uint64(int(p * 2**64))
