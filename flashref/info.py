@@ -1,0 +1,98 @@
+"""`python -m flashref info`: what a bug report has to say about the machine; nothing personal."""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import platform
+
+import flashref
+from flashref.heads import num_threads
+
+PACKAGES = (
+    "numpy",
+    "threadpoolctl",
+    "numba",
+    "numba-cuda",
+    "matplotlib",
+    "ipywidgets",
+    "jupyterlab",
+    "notebook",
+    "torch",
+)
+SETTINGS = (  # they change speed or results, and their values name no folder
+    "FLASHREF_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "OPENBLAS_CORETYPE",
+    "OPENBLAS_L2_SIZE",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMBA_ENABLE_CUDASIM",
+    "CUDA_VISIBLE_DEVICES",
+)
+
+
+def facts():
+    """Return what there is to know, as a dict of text."""
+    return {
+        "flashref": flashref.__version__,
+        "python": f"{platform.python_version()}, {platform.python_implementation()}",
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        **{name: _version(name) for name in PACKAGES},
+        "BLAS": _blas(),
+        "cores": _cores(),
+        "threads": _threads(),
+        "settings": ", ".join(f"{k}={os.environ[k]}" for k in SETTINGS if k in os.environ) or "-",
+        "GPU": _gpu(),
+    }
+
+
+def _version(package):
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _blas():
+    """Return which library multiplies matrices, with which kernel: both change the speed."""
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return "unknown: threadpoolctl is not installed, so flashref runs on one thread of its own"
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    return "; ".join(map(_pool, pools)) or "not recognised by threadpoolctl"
+
+
+def _pool(pool):
+    kernel = f", kernel {pool['architecture']}" if "architecture" in pool else ""
+    return f"{pool['internal_api']} {pool['version']}{kernel}, {pool['num_threads']} threads"
+
+
+def _cores():
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows
+    usable = f", {len(affinity(0))} of them usable here" if affinity else ""
+    return f"{os.cpu_count()}{usable}"
+
+
+def _threads():
+    try:
+        return f"up to {num_threads()} in a call"
+    except ValueError as error:
+        return f"none: {error}"
+
+
+def _gpu():
+    if importlib.util.find_spec("flashref.cuda") is None:
+        return "not asked: this copy of flashref has no GPU kernels"
+    return str(flashref.cuda.status())
+
+
+def main(argv=None):
+    """Print the facts and return 0."""
+    argparse.ArgumentParser(prog="python -m flashref info", description=__doc__).parse_args(argv)
+    known = facts()
+    width = max(map(len, known)) + 2
+    print("```text", *(f"{name:{width}}{value}" for name, value in known.items()), "```", sep="\n")
+    return 0
