@@ -27,6 +27,7 @@ from flashref.inputs import (
     count,
     finite_number,
     float_array,
+    is_integer,
     require,
 )
 from flashref.io_model import fitting_block
@@ -326,12 +327,10 @@ def _check_rules(options, d):
     ):
         raise ValueError(f'causal={causal!r} must be True, False or "top-left"')
     if window is not None:
-        rule = "must be a pair (left, right) of integers of at least 0, or None for no limit"
-        if not isinstance(window, tuple | list) or len(window) != 2:
-            raise ValueError(f"window={window!r} {rule}")
-        for side in window:
-            if side is not None:
-                count(f"window={window!r}: {rule}; one side", side, least=0)
+        pair = isinstance(window, tuple | list) and len(window) == 2
+        ok = pair and all(side is None or (is_integer(side) and side >= 0) for side in window)
+        rule = "a pair (left, right) of integers of at least 0, or None for no limit on that side"
+        require(ok, f"window={window!r} must be {rule}")
     if softcap is not None:
         softcap = finite_number("softcap", softcap)
         require(softcap >= 0, f"softcap={softcap!r} must be positive, or 0 or None for no cap")

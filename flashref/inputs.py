@@ -50,11 +50,16 @@ def compute_dtype(*arrays):
 
 def count(name, value, least=1, hint=""):
     """Return value as an int; anything but an integer of at least `least` is refused."""
-    if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Integral):
+    if not is_integer(value):
         raise TypeError(f"{name}={value!r} must be an integer of at least {least}{hint}")
     if value < least:
         raise ValueError(f"{name}={value!r} must be at least {least}{hint}")
     return int(value)
+
+
+def is_integer(value):
+    """Return whether value is an integer; True, False and 16.0 are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool | np.bool_)
 
 
 def finite_number(name, value, hint=""):
