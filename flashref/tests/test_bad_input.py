@@ -663,12 +663,3 @@ def test_options_are_by_name_alone(name):
     """A fourth positional argument would be guessed at: scale? mask?"""
     with pytest.raises(TypeError):
         flashref.standard_attention(np.ones((1, 1)), np.ones((1, 1)), np.ones((1, 1)), name)
-
-
-def test_torch_tensors():
-    torch = pytest.importorskip("torch")
-    given = inputs(dtype=np.float32)
-    want = results(flashref.flash_attention_2, given)
-    given |= {name: torch.from_numpy(given[name]) for name in "qkv"}
-    for x, y in zip(results(flashref.flash_attention_2, given), want, strict=True):
-        np.testing.assert_array_equal(x, y)

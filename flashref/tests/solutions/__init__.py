@@ -1,0 +1,1 @@
+"""Model solutions of the lessons' exercises, for `test_solutions.py`. Learners: try first."""
