@@ -59,6 +59,7 @@ def block_sparse_attention(
     options = Options(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
+    block_q, block_k = count("block_q", block_q), count("block_k", block_k)
     tiling = Tiling(io_model.forward_tiles, block_q, block_k, block_mask)
     return heads.forward(flash1.forward_head, q, k, v, options, tiling, return_lse)
 
@@ -107,6 +108,7 @@ def block_sparse_attention_backward(
     options = Options(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
+    block_q, block_k = count("block_q", block_q), count("block_k", block_k)
     tiling = Tiling(io_model.fa1_backward_tiles, block_q, block_k, block_mask)
     return heads.backward(flash1.backward_head, do, q, k, v, dict(o=o, lse=lse), options, tiling)
 

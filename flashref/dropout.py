@@ -6,11 +6,9 @@ entries. The paper saves the state of a generator; a counter-based one (Salmon e
 idea) has no state at all, so any tile can be made in any order.
 """
 
-import operator
-
 import numpy as np
 
-from flashref.inputs import count, finite_number, require
+from flashref.inputs import count, finite_number, is_integer, require
 
 
 def dropout_keep(seed, shape, p):
@@ -19,7 +17,7 @@ def dropout_keep(seed, shape, p):
     Parameters
     ----------
     seed : int
-        Names the mask; not needed when p is 0.
+        Names the mask, modulo 2^64; not needed when p is 0.
     shape : tuple (..., n_q, n_k)
         Leading axes are counted in C order as heads, so that the mask of a sub-range of rows and
         columns is that part of the whole mask.
@@ -64,10 +62,9 @@ def check_dropout(p, seed, name):
         return p, 0
     if seed is None:
         raise ValueError(f"seed=None: {name}={p} needs an integer seed, to make the mask again")
-    try:
-        return p, operator.index(seed)
-    except TypeError:
-        raise TypeError(f"seed={seed!r} must be an integer") from None
+    if not is_integer(seed):
+        raise TypeError(f"seed={seed!r} must be an integer")
+    return p, int(seed)
 
 
 def keep_tile(seed, head, rows, cols, p):

@@ -27,12 +27,11 @@ from flashref.inputs import (
     count,
     finite_number,
     float_array,
-    is_integer,
     require,
 )
 from flashref.io_model import fitting_block
 from flashref.memory import DIRECT, Memory
-from flashref.scores import EMPTY, Scores
+from flashref.scores import EMPTY, Scores, check_block_mask, check_causal, check_window
 
 # below 256 a tile's NumPy calls cost more than its arithmetic; the backward holds two tiles at once
 FORWARD_BLOCKS, BACKWARD_BLOCKS = (1024, 1024), (1024, 512)
@@ -77,7 +76,7 @@ def forward(algorithm, q, k, v, options, tiling, return_lse):
         K, V = _kv_head(k, index, lead), _kv_head(v, index, lead)
         plan.add((q[index], K, V, o[index], lse[index]), index, n_q, n_k)
     plan.run(algorithm)
-    o = o.astype(result_dtype, copy=False)
+    o = _cast(o, result_dtype)
     return (o, lse) if return_lse else o
 
 
@@ -104,7 +103,7 @@ def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tili
         Q, K, V = q[rows, h], k[cols, kv_head], v[cols, kv_head]
         plan.add((Q, K, V, o[rows, h], lse[h, rows]), (b, h), len(Q), len(K))
     plan.run(algorithm)
-    o = o.astype(result_dtype, copy=False)
+    o = _cast(o, result_dtype)
     return (o, lse) if return_lse else o
 
 
@@ -130,7 +129,7 @@ def backward(algorithm, do, q, k, v, saved, options, tiling):
         plan.add((*inputs, dq[index], dk[index], dv[index]), index, n_q, n_k)
     plan.run(algorithm)
     dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
-    return tuple(x.astype(result_dtype, copy=False) for x in (dq, dk, dv))
+    return tuple(_cast(x, result_dtype) for x in (dq, dk, dv))
 
 
 def num_threads():
@@ -164,7 +163,9 @@ class _Plan:
         self.hbm = _check_memory(options.memory)
         self.block_q, self.block_k = self._block_sizes()
         if tiling.block_mask is not None:
-            self.block_mask = self._check_block_mask(tiling.block_mask, n_q, n_k)
+            sizes = (n_q, n_k, self.block_q, self.block_k)
+            block_mask = check_block_mask(tiling.block_mask, *sizes)
+            self.block_mask = _per_head("block_mask", block_mask, lead, block_mask.shape[-2:])
 
     def add(self, arrays, index, n_q, n_k):
         """Add the job of one head: its arrays, and the `Scores` of its n_q queries and n_k keys."""
@@ -219,16 +220,6 @@ class _Plan:
             default if value is None else count(name, value)
             for default, (name, value) in zip(defaults, asked, strict=True)
         ]
-
-    def _check_block_mask(self, block_mask, n_q, n_k):
-        block_mask = bool_array("block_mask", block_mask, " (the tile is there)")
-        tiles = (-(-n_q // self.block_q), -(-n_k // self.block_k))
-        require(
-            block_mask.shape[-2:] == tiles,
-            f"block_mask has shape {block_mask.shape}; {n_q} queries and {n_k} keys in blocks of "
-            f"{self.block_q} x {self.block_k} ask for {tiles}",
-        )
-        return _per_head("block_mask", block_mask, self.lead, tiles)
 
     def _check_sram(self, scores):
         """Refuse a head whose largest tile does not fit, before anything has moved."""
@@ -321,21 +312,12 @@ def _check_cu_seqlens(name, ends, of, total):
 def _check_rules(options, d):
     """Return the options that are the same for every head, checked."""
     scale = 1 / d**0.5 if options.scale is None else finite_number("scale", options.scale)
-    causal, window, softcap = options.causal, options.window, options.softcap
-    if not (
-        isinstance(causal, bool | np.bool_) or (isinstance(causal, str) and causal == "top-left")
-    ):
-        raise ValueError(f'causal={causal!r} must be True, False or "top-left"')
-    if window is not None:
-        pair = isinstance(window, tuple | list) and len(window) == 2
-        ok = pair and all(side is None or (is_integer(side) and side >= 0) for side in window)
-        rule = "a pair (left, right) of integers of at least 0, or None for no limit on that side"
-        require(ok, f"window={window!r} must be {rule}")
+    softcap = options.softcap
     if softcap is not None:
         softcap = finite_number("softcap", softcap)
         require(softcap >= 0, f"softcap={softcap!r} must be positive, or 0 or None for no cap")
     dropout_p, seed = check_dropout(options.dropout_p, options.seed, "dropout_p")
-    causal = causal if isinstance(causal, str) else bool(causal)
+    causal, window = check_causal(options.causal), check_window(options.window)
     return dict(
         scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p, seed=seed
     )
@@ -369,6 +351,12 @@ def _same_numbers(bias, dtype):
         return bias
     low, high = np.finfo(dtype).min, np.finfo(dtype).max
     return np.where(np.isinf(bias), bias, np.clip(bias, low, high)).astype(dtype)
+
+
+def _cast(x, dtype):
+    """Return x in the dtype of the results; float16 has no number beyond 65504."""
+    with np.errstate(over="ignore"):
+        return x.astype(dtype, copy=False)
 
 
 def _length(rows):

@@ -66,9 +66,13 @@ def finite_number(name, value, hint=""):
     """Return value as a float; NaN, infinities and whatever is no number are refused."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a finite number{hint}")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:  # an integer beyond all floats
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name}={value!r} must be a finite number{hint}")
-    return float(value)
+    return number
 
 
 def require(condition, message):

@@ -9,7 +9,7 @@ for one head. T_r = ⌈n_q/B_r⌉ and T_c = ⌈n_k/B_c⌉; t is the sum of the r
 from dataclasses import dataclass
 
 from flashref.inputs import count, finite_number, require
-from flashref.scores import EMPTY, tile_kinds
+from flashref.scores import EMPTY, check_block_mask, check_causal, check_window, tile_kinds
 from flashref.softmax import blocks
 
 
@@ -31,6 +31,7 @@ def standard_traffic(n_q, n_k, d, d_v):
     >>> standard_traffic(64, 64, 16, 16)
     (11264, 9216)
     """
+    _check_sizes(n_q, n_k, d, d_v)
     return (n_q + n_k) * d + 2 * n_q * n_k + n_k * d_v, 2 * n_q * n_k + n_q * d_v
 
 
@@ -52,6 +53,7 @@ def standard_backward_traffic(n_q, n_k, d, d_v):
     >>> standard_backward_traffic(64, 64, 16, 16)
     (25600, 11264)
     """
+    _check_sizes(n_q, n_k, d, d_v)
     loads = 5 * n_q * n_k + n_q * (d + 2 * d_v) + n_k * (d + d_v)
     return loads, 2 * n_q * n_k + n_q * d + n_k * (d + d_v)
 
@@ -78,7 +80,7 @@ def fa1_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None
     >>> fa1_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (6400, 3456)
     """
-    t, _ = _visited(n_q, n_k, block_q, block_k, causal, window)
+    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     return _fa1(n_q, n_k, d, d_v, t)
 
 
@@ -100,7 +102,7 @@ def fa1_backward_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, wi
     >>> fa1_backward_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (10368, 7168)
     """
-    t, _ = _visited(n_q, n_k, block_q, block_k, causal, window)
+    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     return _fa1_backward(n_q, n_k, d, d_v, t)
 
 
@@ -129,7 +131,7 @@ def block_sparse_traffic(
     >>> block_sparse_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (4224, 2304)
     """
-    t, _ = _visited(n_q, n_k, block_q, block_k, causal, window, block_mask)
+    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
     return _fa1(n_q, n_k, d, d_v, t)
 
 
@@ -155,7 +157,7 @@ def block_sparse_backward_traffic(
     >>> block_sparse_backward_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (6208, 6144)
     """
-    t, _ = _visited(n_q, n_k, block_q, block_k, causal, window, block_mask)
+    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
     return _fa1_backward(n_q, n_k, d, d_v, t)
 
 
@@ -177,7 +179,7 @@ def fa2_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None
     >>> fa2_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (9216, 1088)
     """
-    _, u = _visited(n_q, n_k, block_q, block_k, causal, window)
+    _, u = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     return n_q * d + u * (d + d_v), n_q * (d_v + 1)
 
 
@@ -199,13 +201,26 @@ def fa2_backward_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, wi
     >>> fa2_backward_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (10496, 5184)
     """
-    t, _ = _visited(n_q, n_k, block_q, block_k, causal, window)
+    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     loads = 2 * n_q * d_v + n_k * (d + d_v) + t * (2 * d + d_v + 2)
     return loads, n_q * (d + 1) + t * d + n_k * (d + d_v)
 
 
-def _visited(n_q, n_k, block_q, block_k, causal, window, block_mask=None):
+def _check_sizes(n_q, n_k, d, d_v):
+    """Refuse what is no size: queries and keys may be none, but q and k have columns."""
+    for name, value, least in (("n_q", n_q, 0), ("n_k", n_k, 0), ("d", d, 1), ("d_v", d_v, 0)):
+        count(name, value, least)
+
+
+def _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask=None):
     """Return (t, u): the rows, and the columns, of all visited tiles added up."""
+    _check_sizes(n_q, n_k, d, d_v)
+    block_q, block_k = count("block_q", block_q), count("block_k", block_k)
+    causal, window = check_causal(causal), check_window(window)
+    if block_mask is not None:
+        block_mask = check_block_mask(block_mask, n_q, n_k, block_q, block_k)
+        shape = block_mask.shape
+        require(len(shape) == 2, f"block_mask has shape {shape}; one head's has {shape[-2:]}")
     kinds = tile_kinds(
         n_q, n_k, block_q, block_k, causal=causal, window=window, block_mask=block_mask
     )
@@ -377,6 +392,7 @@ def forward_flops(n_q, n_k, d, d_v):
     >>> forward_flops(1024, 1024, 64, 64)
     268435456
     """
+    _check_sizes(n_q, n_k, d, d_v)
     return 2 * n_q * n_k * (d + d_v)
 
 
@@ -400,6 +416,7 @@ def backward_flops(n_q, n_k, d, d_v, *, recompute=True):
     >>> backward_flops(1024, 1024, 64, 64) / forward_flops(1024, 1024, 64, 64)
     2.5
     """
+    _check_sizes(n_q, n_k, d, d_v)
     return 2 * n_q * n_k * ((3 if recompute else 2) * d + 2 * d_v)
 
 

@@ -17,11 +17,43 @@ from typing import Any
 import numpy as np
 
 from flashref.dropout import keep_tile
-from flashref.inputs import count
+from flashref.inputs import bool_array, count, is_integer, require
 from flashref.memory import DIRECT
 from flashref.softmax import blocks
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  #: no pair of the tile is seen; some; all
+
+
+def check_causal(causal):
+    """Return causal as True, False or "top-left", or raise."""
+    if isinstance(causal, bool | np.bool_):
+        return bool(causal)
+    ok = isinstance(causal, str) and causal == "top-left"
+    require(ok, f'causal={causal!r} must be True, False or "top-left"')
+    return causal
+
+
+def check_window(window):
+    """Return window, None or a pair of sides, or raise."""
+    if window is None:
+        return None
+    pair = isinstance(window, tuple | list) and len(window) == 2
+    ok = pair and all(side is None or (is_integer(side) and side >= 0) for side in window)
+    rule = "a pair (left, right) of integers of at least 0, or None for no limit on that side"
+    require(ok, f"window={window!r} must be {rule}")
+    return tuple(window)
+
+
+def check_block_mask(block_mask, n_q, n_k, block_q, block_k):
+    """Return block_mask as a boolean array whose last axes count the tiles, or raise."""
+    block_mask = bool_array("block_mask", block_mask, " (the tile is there)")
+    tiles = (-(-n_q // block_q), -(-n_k // block_k))
+    require(
+        block_mask.shape[-2:] == tiles,
+        f"block_mask has shape {block_mask.shape}; {n_q} queries and {n_k} keys in blocks of "
+        f"{block_q} x {block_k} ask for {tiles}",
+    )
+    return block_mask
 
 
 def offset(n_q, n_k, causal):

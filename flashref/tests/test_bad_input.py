@@ -285,6 +285,40 @@ def test_arguments_that_are_refused(name, value, shown):
             assert_refused(fn, inputs() | {name: value}, [name, *shown])
 
 
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+def test_block_sparse_attention_has_no_default_blocks(name):
+    """The block mask is about blocks of one size: there is nothing to choose for the caller."""
+    for fn in (flashref.block_sparse_attention, flashref.block_sparse_attention_backward):
+        assert_refused(fn, inputs() | {name: None}, [name, "None"])
+
+
+CLOSED_FORMS = [
+    getattr(flashref.io_model, f"{rung}_{form}")
+    for rung in ("fa1", "fa2", "block_sparse")
+    for form in ("traffic", "backward_traffic")
+]
+RULES = {"block_q", "block_k", "block_mask", "causal", "window"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"), [x for x in ARGUMENTS if x[0] in RULES], ids=ids
+)
+def test_closed_forms_refuse_the_same(name, value, shown):
+    """A count for rules that no call accepts would be a wrong number, not an answer."""
+    if name == "block_mask" and np.ndim(value) == 3:
+        shown = ["(3, 3, 3)", "(3, 3)"]  # a closed form counts one head
+    for form in CLOSED_FORMS:
+        given = {"block_q": 2, "block_k": 3}
+        if "block_sparse" in form.__name__:
+            given["block_mask"] = np.ones((3, 3), bool)
+        elif name == "block_mask":
+            continue
+        with pytest.raises(REFUSED) as refusal:
+            form(5, 7, 3, 4, **given | {name: value})
+        message = re.sub(r"\s+", " ", str(refusal.value))
+        assert all(word in message for word in [name, *shown]), message
+
+
 PACKED_TOO = {
     "window", "causal", "scale", "softcap", "dropout_p", "block_q", "block_k",
 }  # fmt: skip

@@ -317,6 +317,8 @@ def test_a_finite_bias_masks_nothing(rung, dtype):
     # beside an ordinary score it is simply small
     o, _ = rung.forward(q, k, v, scale=1, bias=np.array([-1e9, 0, 0], dtype))
     near(o, [[2 * 0.268941 + 6 * 0.731059]], digits=5)
+    # nor does a float64 one beyond the range of float32
+    near(rung.forward(q, k, v, scale=1, bias=np.full(3, -1e300))[0], [[3]])
     got = rung.run(q, k, v, col(1, dtype=dtype), scale=1, bias=np.full(3, -1e9, dtype))
     assert all(np.isfinite(x).all() for x in got)
 

@@ -213,3 +213,20 @@ def test_signature(name):
 def test_the_public_names_are_these():
     assert set(flashref.__all__) == {name.split(".")[0] for name in SIGNATURES}
     assert flashref.__all__ == sorted(flashref.__all__)
+
+
+CHECKS = (
+    "softmax online_softmax merge_attention attention attention_backward block_sparse_attention "
+    "block_sizes traffic"
+).split()
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_homework_checks_take_a_function(name):
+    """`check.softmax(fn)`: what else there is has a name and a default, and is documented."""
+    fn = getattr(importlib.import_module("flashref.check"), name)
+    first, *others = inspect.signature(fn).parameters.values()
+    assert first.name == "fn"
+    assert all(p.kind == p.KEYWORD_ONLY and p.default is not p.empty for p in others)
+    test_the_documented_parameters_are_those_of_the_signature(fn)
+    test_every_public_function_has_the_sections(fn)
