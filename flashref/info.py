@@ -86,7 +86,7 @@ def _threads():
 def _gpu():
     if importlib.util.find_spec("flashref.cuda") is None:
         return "not asked: this copy of flashref has no GPU kernels"
-    return str(flashref.cuda.status())
+    return " ".join(str(flashref.cuda.status()).split())  # on one line
 
 
 def main(argv=None):

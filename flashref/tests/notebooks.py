@@ -74,10 +74,10 @@ def execute(notebook, folder, seconds=SECONDS):
     )
     # a profile in the user's home, or a backend for matplotlib, would change what is shown
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
-    end = time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as profile:
         client.reset_execution_trackers()
         with client.setup_kernel(env=env | {"IPYTHONDIR": profile}):
+            end = time.monotonic() + seconds
             for index, cell in enumerate(fresh.cells):
                 client.timeout = max(1, round(end - time.monotonic()))
                 try:
