@@ -69,7 +69,7 @@ class Tiling:
 def forward(algorithm, q, k, v, options, tiling, return_lse):
     """Run a forward algorithm on every head; return o, or (o, lse)."""
     (q, k, v), dtype, result_dtype = _arrays(q=q, k=k, v=v)
-    lead, n_q, n_k = _check_heads(q, k, v)
+    lead, n_q, n_k = check_heads(q, k, v)
     plan = _Plan(options, tiling, lead, n_q, n_k, q.shape[-1], v.shape[-1], dtype)
     o, lse = np.empty((*lead, n_q, v.shape[-1]), dtype), np.empty((*lead, n_q), dtype)
     for index in np.ndindex(lead):
@@ -86,7 +86,7 @@ def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tili
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(x.ndim == 3, f"{name} has shape {x.shape}; packed arrays are (total, heads, d)")
     heads_first = (x.swapaxes(0, 1) for x in (q, k, v))  # (heads, total, d)
-    (n_heads,), total_q, total_k = _check_heads(*heads_first, shapes=_shapes(q, k, v))
+    (n_heads,), total_q, total_k = check_heads(*heads_first, shapes=_shapes(q, k, v))
     ends_q = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, "q", total_q)
     ends_k = _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, "k", total_k)
     require(
@@ -113,7 +113,7 @@ def backward(algorithm, do, q, k, v, saved, options, tiling):
     `saved` is what the forward pass kept: {"o": o, "lse": lse}, or nothing.
     """
     (q, k, v), dtype, result_dtype = _arrays(q=q, k=k, v=v)
-    lead, n_q, n_k = _check_heads(q, k, v)
+    lead, n_q, n_k = check_heads(q, k, v)
     plan = _Plan(options, tiling, lead, n_q, n_k, q.shape[-1], v.shape[-1], dtype)
     o_shape = (*lead, n_q, v.shape[-1])
     do = _like_output("do", do, o_shape, dtype)
@@ -149,7 +149,7 @@ class _Plan:
 
     def __init__(self, options, tiling, lead, n_q, n_k, d, d_v, dtype):
         self.lead, self.d, self.d_v, self.tiling, self.jobs = lead, d, d_v, tiling, []
-        self.rules = _check_rules(options, d)
+        self.rules = check_rules(options, d)
         self.mask = self.bias = self.slopes = self.block_mask = None
         if options.mask is not None:
             mask = bool_array("mask", options.mask, "; for additive values use bias")
@@ -258,7 +258,7 @@ def _shapes(q, k, v):
     return f"q {q.shape}, k {k.shape}, v {v.shape}"
 
 
-def _check_heads(q, k, v, shapes=None):
+def check_heads(q, k, v, shapes=None):
     """Return (lead, n_q, n_k), lead being the batch and head axes of q; errors show `shapes`."""
     shapes = shapes or _shapes(q, k, v)
     require(q.ndim == k.ndim == v.ndim, f"q, k and v must have as many axes each: {shapes}")
@@ -309,7 +309,7 @@ def _check_cu_seqlens(name, ends, of, total):
     return ends.tolist()
 
 
-def _check_rules(options, d):
+def check_rules(options, d):
     """Return the options that are the same for every head, checked."""
     scale = 1 / d**0.5 if options.scale is None else finite_number("scale", options.scale)
     softcap = options.softcap

@@ -1,0 +1,94 @@
+"""The GPU ladder: FlashAttention as CUDA kernels written in Python, each rung one idea faster.
+
+`naive` → `tiled` → `registers` → `tensor_core`: read the modules in this order. Without a GPU, the
+first three run in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`, set before numba is imported), and
+`emulator` runs the last one in NumPy. `status()` says what this machine can do.
+
+Importing this package imports no numba; the first call does.
+"""
+
+from flashref.cuda.device import status
+
+__all__ = ["flash_attention_2", "flash_attention_2_backward", "status"]
+
+
+def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, kernel="auto"):
+    """Return exact attention, computed on the GPU by one of the ladder's kernels.
+
+    Nothing of size n_q × n_k is stored, except by `naive`. GPU arrays are read where they lie, on
+    the stream that is current in their library, and nothing here waits for the GPU.
+
+    Parameters
+    ----------
+    q, k, v : arrays (..., H_q, n_q, d), (..., H_kv, n_k, d) and (..., H_kv, n_k, d_v)
+        float32 for naive, tiled and registers, float16 or bfloat16 for tensor_core; all of one
+        dtype. On the GPU: whatever has DLPack or `__cuda_array_interface__` (PyTorch, CuPy, Numba,
+        JAX). In main memory: what NumPy reads, copied over and back. 2-D (n, d) is one head; H_q
+        is a multiple of H_kv. d and d_v are at most 128 (`naive`: any). registers and
+        tensor_core copy 16 bytes at a time: rows are contiguous, start at multiples of 16 bytes
+        and are one long. A width between 16, 32, … (registers: 64, 128) costs as much as the next.
+    scale : float, optional
+        Factor of the scores; 1/√d if None.
+    causal : bool or "top-left"
+        As in `flashref.flash_attention_2`: True lets the last query see the last key.
+    return_lse : bool
+        Whether to return lse too.
+    kernel : {"auto", "naive", "tiled", "registers", "tensor_core"}
+        The rung; "auto" takes the fastest one for the dtype and the card.
+
+    Returns
+    -------
+    o : array (..., H_q, n_q, d_v)
+        Of the kind and dtype of q; a library other than NumPy, PyTorch and CuPy gets Numba device
+        arrays. Rows that see no key are 0.
+    lse : float32 array (..., H_q, n_q)
+        With return_lse: log Σ exp of the row's scores, -inf where it sees no key.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Before any work, naming the argument, its value, and what would be right.
+    flashref.cuda.device.GpuError
+        If this machine cannot run the kernel, saying what is missing.
+
+    Notes
+    -----
+    In registers and tensor_core, a NaN or infinity in a row of v that a query does not see can
+    still reach it, when both lie in one tile on the diagonal: there the masked weight is 0, and 0
+    times NaN is NaN. naive and tiled skip what is not seen.
+    """
+    from flashref.cuda import launch
+
+    return launch.forward(q, k, v, scale, causal, return_lse, kernel)
+
+
+def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False, kernel="auto"):
+    """Return the gradients, computed on the GPU: P is recomputed from lse, as in Algorithm 2.
+
+    Deterministic: every sum has one order, also that over the heads that share a key head.
+
+    Parameters
+    ----------
+    do : array (..., H_q, n_q, d_v)
+        Gradient of the loss with respect to o.
+    q, k, v : float32 arrays
+        As in `flash_attention_2`.
+    o, lse : arrays
+        What the forward pass returned.
+    scale, causal
+        As in the forward pass.
+    kernel : {"auto", "tiled"}
+        The rung.
+
+    Returns
+    -------
+    dq, dk, dv : arrays of the shapes of q, k and v, of the kind of q
+
+    Raises
+    ------
+    TypeError, ValueError, flashref.cuda.device.GpuError
+        As `flash_attention_2`.
+    """
+    from flashref.cuda import launch
+
+    return launch.backward(do, q, k, v, o, lse, scale, causal, kernel)

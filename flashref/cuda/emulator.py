@@ -1,0 +1,309 @@
+"""A block of threads in NumPy: runs the `tensor_core` kernel itself, without a GPU.
+
+Where Numba's simulator starts a Python thread for each CUDA thread and knows no PTX, here a value
+that differs between threads is a vector with one entry per thread, and a PTX instruction is an
+operation on such vectors. That works for kernels whose branches are the same for all threads of a
+block, as in `tensor_core`.
+
+Unlike a GPU, the emulator notices what goes wrong there only now and then. Shared memory starts as
+NaNs, and what `cp.async` brings arrives no earlier than its wait. Whoever reads bytes that another
+warp wrote, or writes over bytes that another warp read, with no `syncthreads` between, gets a
+`Race`. And it counts: products, bytes copied, and how many of the eight rows of an `ldmatrix` share
+a bank.
+"""
+
+import contextlib
+import functools
+import itertools
+import types
+from unittest import mock
+
+import numpy as np
+
+LANES = np.arange(32)
+G, T = LANES // 4, LANES % 4  # a lane's row and column pair in a fragment: see `ptx`
+SHARED_NAN = 0xFF  # 0xFFFF is a NaN in float16 and in bfloat16
+
+
+class Race(AssertionError):
+    """Two warps met at the same bytes of shared memory with no barrier between them."""
+
+
+class Block:
+    """One block of threads; its methods are the functions of `ptx` and of `numba.cuda`."""
+
+    def __init__(self, threads, shared_bytes):
+        self.threads, self.warps = threads, threads // 32
+        self.warp = np.arange(threads) // 32
+        self.shared = np.full(shared_bytes, SHARED_NAN, np.uint8)
+        self.written = np.full((2, shared_bytes), -1)  # when (barriers so far), by which warp
+        self.read = np.full((2, shared_bytes), -1)
+        self.barriers = 0
+        self.arrays, self.pending = [], [[]]
+        self.count = {"mma": 0, "ldmatrix": 0, "bytes copied": 0, "rows on one bank": 0}
+
+    # -- what `numba.cuda` offers -----------------------------------------------------------------
+    def cuda(self, block_index, grid):
+        """Return what stands for the module `numba.cuda` in the kernel."""
+        xyz = ("x", "y", "z")
+        thread_index = types.SimpleNamespace(x=np.arange(self.threads, dtype=np.int64))
+        return types.SimpleNamespace(
+            threadIdx=thread_index,
+            blockIdx=types.SimpleNamespace(**dict(zip(xyz, block_index, strict=True))),
+            gridDim=types.SimpleNamespace(**dict(zip(xyz, grid, strict=True))),
+            shared=types.SimpleNamespace(array=lambda shape, dtype: "shared memory"),
+            local=types.SimpleNamespace(array=lambda n, dtype: [None] * n),
+            syncthreads=self.syncthreads,
+            selp=lambda condition, a, b: np.where(condition, a, b)[()],
+            shfl_xor_sync=lambda mask, x, lane: self.full(x)[np.arange(self.threads) ^ lane],
+        )
+
+    def full(self, x, dtype=None):
+        """Return a value as a vector, one entry per thread."""
+        return np.broadcast_to(np.asarray(x, dtype), (self.threads,))
+
+    def syncthreads(self):
+        """Let every warp see what the others have written."""
+        self.barriers += 1
+
+    # -- addresses --------------------------------------------------------------------------------
+    def shared_address(self, array):
+        """Return 0: shared memory is all one array."""
+        return np.int64(0)
+
+    def global_address(self, array):
+        """Return an address from which `_bytes` finds the array again."""
+        self.arrays.append(array)
+        return np.uint64(len(self.arrays) << 44)
+
+    def _bytes(self, address):
+        address = self.full(address, np.uint64)
+        (number,) = np.unique(address >> np.uint64(44))
+        array = self.arrays[int(number) - 1]
+        return array.reshape(-1).view(np.uint8), (address & np.uint64(2**44 - 1)).astype(np.int64)
+
+    # -- asynchronous copies ----------------------------------------------------------------------
+    def copy16(self, to, source, size):
+        """Note the copy of 16 bytes by each thread; it happens at the next wait."""
+        to, size = self.full(to, np.int64), self.full(size, np.int64)
+        memory, offset = self._bytes(source)
+        assert (to % 16 == 0).all() and to.min() >= 0 and to.max() + 16 <= self.shared.size
+        assert np.isin(size, (0, 16)).all()
+        data = np.zeros((self.threads, 16), np.uint8)
+        real = size == 16
+        assert (offset[real] % 16 == 0).all(), "not aligned to 16 bytes"
+        data[real] = memory[offset[real][:, None] + np.arange(16)]
+        where = to[:, None] + np.arange(16)
+        self._check_write(where)
+        self.shared[where] = SHARED_NAN
+        self.pending[-1].append((where, data))
+        self.count["bytes copied"] += int(size.sum())
+
+    def copy_commit(self):
+        """Close a group of copies."""
+        self.pending.append([])
+
+    def copy_wait(self):
+        """Let all closed groups of copies arrive."""
+        *closed, still_open = self.pending
+        for where, data in itertools.chain.from_iterable(closed):
+            self._check_write(where)
+            self.shared[where] = data
+            self.written[0][where], self.written[1][where] = self.barriers, self.warp[:, None]
+        self.pending = [still_open]
+
+    def _check_write(self, where):
+        when, who = self.read[0][where], self.read[1][where]
+        if ((when == self.barriers) & (who != self.warp[:, None])).any():
+            raise Race(
+                "a warp writes over what another may still be reading: syncthreads is missing"
+            )
+
+    # -- shared memory to fragments ---------------------------------------------------------------
+    def ldmatrix(self, address):
+        """Return four registers: lane i gives the address of row i % 8 of matrix i // 8."""
+        return self._ldmatrix(address, transposed=False)
+
+    def ldmatrix_trans(self, address):
+        """Return four registers, of the matrices transposed."""
+        return self._ldmatrix(address, transposed=True)
+
+    def _ldmatrix(self, address, transposed):
+        address = self.full(address, np.int64)
+        assert (address % 16 == 0).all() and address.max() + 16 <= self.shared.size
+        where = address[:, None] + np.arange(16)
+        when, who = self.written[0][where], self.written[1][where]
+        if ((when == self.barriers) & (who != self.warp[:, None])).any():
+            raise Race("a warp reads what another has just written: syncthreads is missing")
+        self.read[0][where], self.read[1][where] = self.barriers, self.warp[:, None]
+        banks = (address // 16 % 8).reshape(self.warps * 4, 8)  # 8 banks of 4 bytes feed 16 bytes
+        most = max(np.bincount(row).max() for row in banks)
+        self.count["rows on one bank"] = max(self.count["rows on one bank"], int(most))
+        self.count["ldmatrix"] += self.warps
+        matrices = self.shared[where].copy().view(np.uint16).reshape(self.warps, 4, 8, 8)
+        if transposed:
+            matrices = matrices.swapaxes(2, 3)
+        low, high = matrices[:, :, G, 2 * T], matrices[:, :, G, 2 * T + 1]  # (warps, 4, 32)
+        registers = low.astype(np.uint32) | high.astype(np.uint32) << 16
+        return tuple(registers[:, r].reshape(-1) for r in range(4))
+
+    # -- matrix products --------------------------------------------------------------------------
+    def mma_f16(self, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Return A B + C of every warp, as fragments, for float16."""
+        return self._mma(unpack_f16, (a0, a1, a2, a3), (b0, b1), (c0, c1, c2, c3))
+
+    def mma_bf16(self, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
+        """Return A B + C of every warp, as fragments, for bfloat16."""
+        return self._mma(unpack_bf16, (a0, a1, a2, a3), (b0, b1), (c0, c1, c2, c3))
+
+    def _mma(self, unpack, a, b, c):
+        A = np.zeros((self.warps, 16, 16), np.float32)
+        B = np.zeros((self.warps, 16, 8), np.float32)
+        C = np.zeros((self.warps, 16, 8), np.float32)
+        for r, (row, column) in enumerate(((0, 0), (8, 0), (0, 8), (8, 8))):
+            for half, x in enumerate(unpack(self.full(a[r], np.uint32))):
+                A[:, G + row, 2 * T + column + half] = x.reshape(-1, 32)
+        for r, row in enumerate((0, 8)):
+            for half, x in enumerate(unpack(self.full(b[r], np.uint32))):
+                B[:, 2 * T + row + half, G] = x.reshape(-1, 32)
+        places = [(G, 2 * T), (G, 2 * T + 1), (G + 8, 2 * T), (G + 8, 2 * T + 1)]
+        for r, (row, column) in enumerate(places):
+            C[:, row, column] = self.full(c[r], np.float32).reshape(-1, 32)
+        D = A @ B + C
+        self.count["mma"] += self.warps
+        return tuple(D[:, row, column].reshape(-1) for row, column in places)
+
+    def pack_f16(self, low, high):
+        """Return two floats as float16 in one register."""
+        low, high = (self.full(x, np.float32).astype(np.float16) for x in (low, high))
+        return low.view(np.uint16).astype(np.uint32) | high.view(np.uint16).astype(np.uint32) << 16
+
+    def pack_bf16(self, low, high):
+        """Return two floats as bfloat16 in one register."""
+        return to_bf16(self.full(low, np.float32)) | to_bf16(self.full(high, np.float32)) << 16
+
+    # -- arithmetic and stores --------------------------------------------------------------------
+    def fmax(self, a, b):
+        """Return the larger of two numbers; a NaN loses."""
+        return np.fmax(a, b)
+
+    def exp2(self, x):
+        """Return 2^x."""
+        return np.exp2(np.asarray(x, np.float32))
+
+    def log2(self, x):
+        """Return the logarithm to base 2."""
+        return np.log2(np.asarray(x, np.float32))
+
+    def store_b32(self, address, value, guard):
+        """Store 32 bits by every thread whose guard is not 0."""
+        self._store(address, self.full(value, np.uint32), guard)
+
+    def store_f32(self, address, value, guard):
+        """Store a float by every thread whose guard is not 0."""
+        self._store(address, self.full(value, np.float32), guard)
+
+    def _store(self, address, value, guard):
+        memory, offset = self._bytes(address)
+        do = self.full(guard) != 0
+        data = np.ascontiguousarray(value).view(np.uint8).reshape(-1, 4)
+        memory[offset[do][:, None] + np.arange(4)] = data[do]
+
+
+def unpack_f16(register):
+    """Return the two float16 of a register as float32: low, high."""
+    halves = np.ascontiguousarray(register).view(np.float16).reshape(-1, 2)
+    return halves[:, 0].astype(np.float32), halves[:, 1].astype(np.float32)
+
+
+def unpack_bf16(register):
+    """Return the two bfloat16 of a register as float32: low, high."""
+    register = np.ascontiguousarray(register)
+    return (register << 16).view(np.float32), (register & 0xFFFF0000).view(np.float32)
+
+
+def to_bf16(x):
+    """Return floats as the bits of the nearest bfloat16 (ties to even), in 32-bit integers."""
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint32)
+
+
+def attention(q, k, v, *, half="float16", scale=None, causal=False, blocks=(32, 16, 2, True)):
+    """Return o, lse and the counts of the `tensor_core` kernel, emulated block by block.
+
+    Parameters
+    ----------
+    q, k, v : uint16 arrays (batch, heads, n, d)
+        C-contiguous; the bits of float16 or bfloat16 numbers.
+    half : {"float16", "bfloat16"}
+        What the bits mean.
+    scale, causal
+        As in `flashref.cuda.flash_attention_2`.
+    blocks : tuple
+        (BR, BC, warps, Q in registers), as in `tensor_core.BLOCKS`.
+
+    Returns
+    -------
+    o : uint16 array (batch, heads, n_q, d_v)
+    lse : float32 array (batch, heads, n_q)
+    counts : dict
+        Summed over blocks; "rows on one bank" is the worst case, 1 where nothing collides.
+    """
+    from flashref.cuda import tensor_core
+
+    (batch, heads, n_q, d), (_, _, n_k, d_v) = q.shape, v.shape
+    o = np.full((batch, heads, n_q, d_v), 0xFFFF, np.uint16)  # NaNs: what is not written shows
+    lse = np.full((batch, heads, n_q), np.nan, np.float32)
+    scale = d**-0.5 if scale is None else scale
+    offset = {True: n_k - n_q, "top-left": 0, False: n_k}[causal]
+    run = _Run(tensor_core, half, blocks)
+    with mock.patch.object(tensor_core, "forward_kernel", run.kernel):
+        tensor_core.forward(run, q, k, v, o, lse, scale, offset)
+    return o, lse, run.counts
+
+
+class _Run:
+    """What a rung's `forward` gets as `run`: it emulates where the real one launches."""
+
+    def __init__(self, module, half, blocks):
+        self.module, self.dtype, self.blocks, self.counts = module, half, blocks, {}
+
+    def kernel(self, D, half, BR, BC, warps, q_in_registers):
+        """Return what `forward_kernel` would, but for the function, which each block builds."""
+        return types.SimpleNamespace(
+            threads=32 * warps,
+            shared_bytes=self.module.shared_bytes(D, BR, BC),
+            rows=BR,
+            build=functools.partial(
+                self.module.forward_function, D, half, BR, BC, warps, q_in_registers
+            ),
+        )
+
+    def first_that_fits(self, kernels):
+        """Return the first kernel: NumPy has memory enough."""
+        return kernels[0]
+
+    def __call__(self, kernel, grid, *arguments):
+        """Run the blocks of a launch one after the other."""
+        for index in np.ndindex(*grid):
+            block = Block(kernel.threads, kernel.shared_bytes)
+            with _in_place_of(self.module, block, index, grid):
+                kernel.build(inline=lambda function: function)(*arguments)
+            for name, n in block.count.items():
+                seen = self.counts.get(name, 0)
+                self.counts[name] = max(seen, n) if name == "rows on one bank" else seen + n
+
+
+@contextlib.contextmanager
+def _in_place_of(module, block, index, grid):
+    """Let the module's kernel find the emulator where it looks for numba and PTX."""
+
+    def cast(dtype):
+        return lambda x: np.asarray(x).astype(dtype)[()]
+
+    casts = {"int32": np.int64, "int64": np.int64, "uint32": np.uint32, "uint64": np.uint64}
+    names = {name: cast(dtype) for name, dtype in casts.items()}
+    names |= {"float32": cast(np.float32), "ptx": block, "cuda": block.cuda(index, grid)}
+    with mock.patch.multiple(module, **names), np.errstate(all="ignore"):
+        yield

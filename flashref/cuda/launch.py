@@ -1,0 +1,275 @@
+"""The one way from a caller's arrays to a running kernel and back.
+
+Checks the arguments, makes 4-D views (batch, heads, n, d) of the arrays, picks the rung and the
+blocks that fit the card, compiles each kernel once per card, and launches on the caller's stream.
+
+All rungs express causality by one number: query i sees the keys below i + 1 + offset, and below
+n_k. offset = n_k - n_q is bottom-right causal, 0 top-left, and n_k hides nothing.
+"""
+
+import functools
+import importlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from flashref.cuda import arrays, device
+from flashref.cuda.device import GpuError
+from flashref.heads import Options, check_heads, check_rules
+
+cuda = device.import_cuda()  # before anything of numba: it says in words what is missing
+
+from numba import types  # noqa: E402
+
+F32, I32 = types.float32, types.int32
+F32_3D, F32_4D = types.Array(F32, 3, "A"), types.Array(F32, 4, "A")
+HALF_4D = types.Array(types.uint16, 4, "A")  # float16 or bfloat16: kernels see addresses only
+
+HALVES = ("float16", "bfloat16")
+RUNGS = {  # slowest first
+    # dtypes, least compute capability, most columns, whether rows are copied 16 bytes at a time
+    "naive": (("float32",), (0, 0), math.inf, False),
+    "tiled": (("float32",), (0, 0), 128, False),
+    "registers": (("float32",), (0, 0), 128, True),
+    "tensor_core": (HALVES, (8, 0), 128, True),
+}
+BACKWARD = ("tiled",)
+STATIC_SHARED = 48 * 1024  # what a block gets without asking
+MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+def cdiv(a, b):
+    """Return ⌈a / b⌉."""
+    return -(-a // b)
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A kernel as Python: its function, the Numba types of its arguments, and what it takes."""
+
+    function: Callable
+    arguments: tuple
+    threads: int | tuple
+    shared_bytes: int = 0  # dynamic; static shared memory stands in the function
+    rows: int = 0  # query rows of a block
+    name: str = ""  # of the blocks, for error messages
+
+    @property
+    def launch_bounds(self):
+        """Return the threads of a block: the compiler gives each what registers that leaves."""
+        return self.threads if isinstance(self.threads, int) else math.prod(self.threads)
+
+
+@dataclass
+class Run:
+    """One call: where it runs, and what its launches share. A rung gets one as `run`."""
+
+    library: Any
+    dtype: str = "float32"
+    shared_limit: int = STATIC_SHARED
+    blocks: tuple | None = None  # a rung's own block sizes, in place of its choice
+
+    def empty(self, shape):
+        """Return a float32 array for the rung's own use."""
+        return self.library.view_of_new(self.library.empty(shape, "float32"), len(shape))
+
+    def first_that_fits(self, kernels):
+        """Return the first kernel whose shared memory this card can give to a block."""
+        for kernel in kernels:
+            if kernel.shared_bytes <= self.shared_limit:
+                return kernel
+        needs = "; ".join(f"{k.name} needs {k.shared_bytes} bytes" for k in kernels)
+        raise GpuError(
+            f"too little shared memory: a block of this card can have {self.shared_limit} bytes, "
+            f"and of the blocks (queries × keys) {needs}"
+        )
+
+    def __call__(self, kernel, grid, *values):
+        """Launch the kernel on the call's stream; an empty grid launches nothing."""
+        if 0 in grid:
+            return
+        for n, most, axis in zip(grid, MAX_GRID, "xyz", strict=True):
+            if n > most:
+                raise ValueError(
+                    f"the launch needs {n} blocks along {axis}, where CUDA allows {most}: heads "
+                    f"and batch are two of these axes; split the batch"
+                )
+        self.first_that_fits([kernel])
+        compiled = _compiled(kernel, None if device.simulated() else _current().id)
+        stream = cuda.external_stream(self.library.stream) if self.library.stream else 0
+        compiled[grid, kernel.threads, stream, kernel.shared_bytes](*values)
+
+
+@functools.cache
+def _compiled(kernel, device_id):
+    """Return the kernel compiled for the current card, with its shared memory granted."""
+    if device_id is None:
+        return cuda.jit(kernel.function)
+    options = {"fastmath": True}
+    if device.has_numba_cuda():
+        options["launch_bounds"] = kernel.launch_bounds
+    signature = types.void(*kernel.arguments)
+    try:
+        compiled = cuda.jit(signature, **options)(kernel.function)
+        if kernel.shared_bytes > STATIC_SHARED:
+            _grant_shared(compiled, kernel.shared_bytes)
+    except Exception as error:
+        reason = device.explain(error)
+        raise GpuError(f"{kernel.function.__name__} cannot be compiled: {reason}") from error
+    return compiled
+
+
+def _grant_shared(compiled, n_bytes):
+    """Ask the driver for more than 48 KiB of shared memory a block: Numba does not do it."""
+    if not device.has_numba_cuda():
+        raise GpuError(
+            "more than 48 KiB of shared memory needs numba-cuda: pip install 'flashref[gpu]'"
+        )
+    from cuda.bindings import driver
+
+    (loaded,) = compiled.overloads.values()
+    loaded.bind()
+    handle = loaded._codelibrary.get_cufunc().handle
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    (status,) = driver.cuKernelSetAttribute(attribute, n_bytes, handle, _current().id)
+    if status != driver.CUresult.CUDA_SUCCESS:
+        raise GpuError(f"the driver refuses {n_bytes} bytes of shared memory: {status.name}")
+
+
+def _current():
+    return cuda.get_current_device()
+
+
+def inline(function):
+    """Return a device function that is compiled into the place of each call."""
+    if device.simulated():
+        return cuda.jit(device=True)(function)
+    if device.has_numba_cuda():
+        return cuda.jit(device=True, forceinline=True, fastmath=True)(function)
+    return cuda.jit(device=True, fastmath=True)(function)
+
+
+# -- the two public functions ---------------------------------------------------------------------
+def forward(q, k, v, scale, causal, return_lse, kernel, blocks=None):
+    """Answer `flashref.cuda.flash_attention_2`; `blocks` replaces the rung's own choice."""
+    call = _Call({"q": q, "k": k, "v": v}, scale, causal, kernel, tuple(RUNGS))
+    o, lse = call.run("forward", ("q", "k", "v"), (call.o_shape, call.o_shape[:-1]), blocks)
+    return (o, lse) if return_lse else o
+
+
+def backward(do, q, k, v, o, lse, scale, causal, kernel, blocks=None):
+    """Answer `flashref.cuda.flash_attention_2_backward`."""
+    named = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    call = _Call(named, scale, causal, kernel, BACKWARD)
+    for name, shape in (("do", call.o_shape), ("o", call.o_shape), ("lse", call.o_shape[:-1])):
+        if call.of[name].shape != shape:
+            raise ValueError(f"{name} has shape {call.of[name].shape}; q and v ask for {shape}")
+    return call.run("backward", tuple(named), [call.of[name].shape for name in "qkv"], blocks)
+
+
+class _Call:
+    """The checked arguments of a call, where they lie, and the way home."""
+
+    def __init__(self, named, scale, causal, kernel, rungs):
+        self.library = arrays.library_of(named)
+        self.of = {name: self.library.describe(name, x) for name, x in named.items()}
+        q, k, v = (self.of[name] for name in "qkv")
+        for name in "qkv":
+            if self.of[name].ndim < 2:
+                shape = self.of[name].shape
+                raise ValueError(f"{name} has shape {shape}; it needs (n, d) or (..., heads, n, d)")
+        lead, self.n_q, self.n_k = check_heads(q, k, v)
+        self.o_shape = (*lead, self.n_q, v.shape[-1])
+        options = Options(scale, causal, None, None, None, None, None, 0.0, None, None)
+        rules = check_rules(options, q.shape[-1])
+        self.scale, self.causal = rules["scale"], rules["causal"]
+        self.rung = _choose_rung(kernel, rungs, self.of)
+        if device.simulated() and self.rung == "tensor_core":
+            raise GpuError(
+                "Numba's simulator knows no PTX, so it cannot run tensor_core: give float32 for "
+                "the other rungs, or see flashref.cuda.emulator"
+            )
+        if not device.simulated():
+            _check_card(self.rung)
+            if self.library.device and _current().id != self.library.device:
+                cuda.select_device(self.library.device)  # its primary context: libraries share it
+
+    def run(self, direction, names, shapes, blocks):
+        """Run the rung on the named inputs; return new arrays of the given shapes."""
+        dtypes = [
+            "float32" if shape == self.o_shape[:-1] else self.of["q"].dtype for shape in shapes
+        ]
+        results = [self.library.empty(s, t) for s, t in zip(shapes, dtypes, strict=True)]
+        axes = {name: 3 if name == "lse" else 4 for name in names}
+        if math.prod(self.of["q"].shape[:-2]) > 0:
+            inputs = [self.library.view(name, self.of[name], axes[name]) for name in names]
+            outputs = [
+                self.library.view_of_new(x, 3 if shape == self.o_shape[:-1] else 4)
+                for x, shape in zip(results, shapes, strict=True)
+            ]
+            offset = {True: self.n_k - self.n_q, "top-left": 0, False: self.n_k}[self.causal]
+            limit = 2**31 if device.simulated() else device.shared_limit(_current())
+            rung = importlib.import_module(f"flashref.cuda.{self.rung}")
+            run = Run(self.library, self.of["q"].dtype, limit, blocks)
+            getattr(rung, direction)(run, *inputs, *outputs, self.scale, offset)
+        return tuple(self.library.home(x, self.of["q"]) for x in results)
+
+
+def _choose_rung(kernel, rungs, of):
+    """Return the fastest rung that takes the arrays, or say in words why none does."""
+    if kernel != "auto" and kernel not in rungs:
+        raise ValueError(f"kernel={kernel!r} must be one of {', '.join(('auto', *rungs))}")
+    shown = ", ".join(f"{name} {x.dtype}" for name, x in of.items())
+    dtype = of["q"].dtype
+    if any(x.dtype != ("float32" if name == "lse" else dtype) for name, x in of.items()):
+        raise TypeError(f"the arrays must have one dtype, and lse float32; these are {shown}")
+    candidates = [rung for rung in reversed(rungs) if kernel in ("auto", rung)]
+    fitting = [rung for rung in candidates if dtype in RUNGS[rung][0]]
+    if not fitting:
+        what = "; ".join(f"{rung} takes {' or '.join(RUNGS[rung][0])}" for rung in candidates)
+        raise TypeError(f"the arrays are {shown}; {what}")
+    objections = {rung: _objection(rung, of["q"], of["k"], of["v"]) for rung in fitting}
+    for rung, objection in objections.items():
+        if objection is None:
+            return rung
+    raise ValueError("; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items()))
+
+
+def _objection(rung, q, k, v):
+    """Return why a rung cannot take arrays of this shape and layout, or None."""
+    _, _, most, by_16_bytes = RUNGS[rung]
+    if max(q.shape[-1], v.shape[-1]) > most:
+        return f"takes at most {most} columns; these are q {q.shape}, v {v.shape}"
+    for name, x in (("q", q), ("k", k), ("v", v)) if by_16_bytes else ():
+        itemsize = 4 if x.dtype == "float32" else 2
+        if x.shape[-1] * itemsize % 16:
+            return (
+                f"copies 16 bytes at a time; {name} has shape {x.shape}: pad its last axis with "
+                f"zeros to a multiple of {16 // itemsize} (and keep the old scale)"
+            )
+        if 0 in x.shape:
+            continue
+        steps = [s for s, n in zip(x.strides[:-1], x.shape[:-1], strict=True) if n > 1]
+        if x.strides[-1] != itemsize or x.pointer % 16 or any(s % 16 for s in steps):
+            return (
+                f"copies 16 bytes at a time; the rows of {name} are not contiguous or do not "
+                f"start at multiples of 16 bytes: make it contiguous"
+            )
+    return None
+
+
+def _check_card(rung):
+    """Refuse, in words, what this machine cannot run."""
+    try:
+        capability = tuple(_current().compute_capability)
+    except Exception as error:
+        raise GpuError(device.explain(error)) from error
+    least = RUNGS[rung][1]
+    if capability < least:
+        raise GpuError(
+            f"kernel={rung!r} needs compute capability {least[0]}.{least[1]}; this card has "
+            f"{capability[0]}.{capability[1]}"
+        )
+    if rung == "tensor_core" and not device.has_numba_cuda():
+        raise GpuError("kernel='tensor_core' needs numba-cuda: pip install 'flashref[gpu]'")

@@ -1,0 +1,53 @@
+"""The same suite on a card, where there is one; and the arrays of the libraries that live there."""
+
+import numpy as np
+import pytest
+
+import flashref
+from flashref.tests.cuda import suite
+
+pytest.importorskip("numba", reason="the GPU kernels are Numba's")
+STATUS = flashref.cuda.status()
+pytestmark = pytest.mark.skipif(not STATUS.usable or STATUS.simulated, reason=str(STATUS))
+
+
+@pytest.mark.parametrize("rung", ["naive", "tiled", "registers"])
+def test_right_answers(rung):
+    assert list(suite.problems(rung, None)) == []
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("d", [32, 40, 64, 96, 128])
+@pytest.mark.parametrize("n_q, n_k", [(1, 1), (5, 3), (17, 1), (113, 203), (203, 113), (257, 129)])
+def test_tensor_core(n_q, n_k, d, causal):
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal(shape).astype(np.float16)
+        for shape in ((2, 4, n_q, d), (2, 2, n_k, d), (2, 2, n_k, d))
+    )
+    o, lse = flashref.cuda.flash_attention_2(q, k, v, causal=causal, return_lse=True)
+    exact = (x.astype(np.float64) for x in (q, k, v))
+    gold, lse_gold = flashref.standard_attention(*exact, causal=causal, return_lse=True)
+    assert o.dtype == np.float16 and lse.dtype == np.float32
+    assert np.linalg.norm(o - gold) <= 1e-3 * np.linalg.norm(gold)
+    np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(lse_gold))
+    seen = np.isfinite(lse_gold)
+    assert np.abs(lse[seen] - lse_gold[seen]).max(initial=0) <= 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_pytorch_tensors_are_used_where_they_lie(dtype):
+    torch = pytest.importorskip("torch", reason="PyTorch's tensors")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    q, k, v = (
+        torch.randn(2, 70, 4, 64, device="cuda", dtype=getattr(torch, dtype)).transpose(1, 2)
+        for _ in range(3)
+    )
+    with torch.cuda.stream(torch.cuda.Stream()):
+        o, lse = flashref.cuda.flash_attention_2(q, k, v, return_lse=True)
+        exact = [x.double() for x in (q, k, v)]
+        gold = torch.nn.functional.scaled_dot_product_attention(*exact)
+        close = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
+        assert o.dtype == q.dtype and o.device == q.device and lse.dtype == torch.float32
+        assert (o - gold).norm() <= close * gold.norm()

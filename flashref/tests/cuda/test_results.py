@@ -1,0 +1,70 @@
+"""The stored measurements: complete, and what is said about them follows from them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import flashref
+
+FILES = sorted((Path(flashref.__file__).parent / "cuda" / "results").glob("*.json"))
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def results(request):
+    return json.loads(request.param.read_text(encoding="utf-8"))
+
+
+def speed(results, kernel, **where):
+    """Return the TFLOP/s of the one run of a kernel that fits; of several blocks, the fastest."""
+    runs = [
+        run["tflops"]
+        for run in results["runs"]
+        if run["kernel"] == kernel and all(run[name] == value for name, value in where.items())
+    ]
+    assert runs, f"no run of {kernel} with {where}"
+    return max(runs)
+
+
+def test_there_is_a_file():
+    assert FILES
+
+
+def test_a_run_says_where_when_and_how(results):
+    assert {"card", "driver", "date", "versions", "how", "peaks", "checks", "runs"} <= set(results)
+    for run in results["runs"]:
+        assert run["tflops"] > 0 and len(run["ms"]) >= 3
+        operations = 4 * run["n"] ** 2 * run["d"] * run["heads"] * run["batch"]
+        operations *= 0.5 if run["causal"] else 1
+        median = sorted(run["ms"])[len(run["ms"]) // 2]
+        assert run["tflops"] == pytest.approx(operations / median * 1e-9, rel=0.01, abs=0.06)
+
+
+def test_answers_were_right(results):
+    checks = results["checks"]
+    assert checks["failures"] == 0
+    for kernel, error in checks["largest_relative_error"].items():
+        exact = 8e-3 if "bf16" in kernel else 1e-3 if "tensor_core" in kernel else 1e-5
+        assert error <= exact
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_each_rung_is_faster_than_the_one_before(results, d):
+    where = {"d": d, "causal": False, "n": 8192}
+    rungs = ("naive", "tiled", "registers", "tensor_core")
+    speeds = [speed(results, rung, **where) for rung in rungs]
+    assert speeds == sorted(speeds)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_registers_reach_half_of_what_the_cores_can_add(results, d):
+    peak = results["peaks"]["fp32 multiply-add, TFLOP/s"]
+    assert speed(results, "registers", d=d, causal=False, n=8192) >= peak / 2
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+def test_tensor_core_is_as_fast_as_flash_attention_2_in_pytorch(results, d, causal):
+    where = {"d": d, "causal": causal, "n": 8192, "batch": 2, "dtype": "float16"}
+    ours = speed(results, "tensor_core", **where)
+    assert ours >= speed(results, "PyTorch FLASH", **where)
