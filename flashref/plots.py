@@ -128,16 +128,16 @@ def exp_range(dtype):
 
 @styled
 def exp_overflow():
-    """Draw exp with the point where each floating-point type overflows.
+    """Draw exp, and in each floating-point type the scores between its 0 and its inf.
 
     Returns
     -------
     picture : Picture
-        Left, the curve up to the largest float16; right, its powers of ten and all three types.
+        Left, the curve up to the largest float16; right, a bar for each of the three types.
     """
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7), layout="constrained")
-    near, far = figure.subplots(1, 2, width_ratios=(1, 1.55))
-    looks = dict(zip(DTYPES, ((RED, ":", "o"), (BLUE, "--", "s"), (GREEN, "-.", "^")), strict=True))
+    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.2), layout="constrained")
+    near, far = figure.subplots(1, 2, width_ratios=(1, 1.7))
+    looks = dict(zip(DTYPES, ((ORANGE, "\\\\\\"), (SKY, "///"), (GREEN, "...")), strict=True))
 
     x = np.linspace(-2, 12.4, 200)
     top = float(np.finfo(np.float16).max)
@@ -146,44 +146,40 @@ def exp_overflow():
     near.axhline(top, color=RED, linestyle=":", linewidth=1.8)
     near.plot(edge, top, "o", color=RED, markersize=8)
     near.text(-1.8, 0.98 * top, f"largest float16: {top:,.0f}\nreached at x = {edge:.4f}", va="top")
-    near.set(ylim=(0, 1.5 * top), xlim=(-2, 12.4), xlabel="x", title="$e^x$ on an ordinary scale")
+    near.set(ylim=(0, 1.5 * top), xlim=(-2, 12.4), xlabel="x", title="$e^x$")
     near.set_yticks([0, 50_000], ["0", "50,000"])
     near.set_xticks([0, 5, 10])
 
-    x = np.array([-800.0, 800.0])
-    far.plot(x, x * np.log10(np.e), color=INK, linewidth=2)
-    words = []
-    for dtype, (color, line, marker) in looks.items():
-        name, edge = np.dtype(dtype).name, exp_range(dtype)[1]
-        power = edge * np.log10(np.e)
-        far.plot([-800, edge, edge], [power, power, -345], color=color, linestyle=line, lw=1.6)
-        far.plot(edge, power, marker, color=color, markersize=8)
-        label = f"{name} ends at x = {edge:.4f}"
-        if dtype is np.float16:  # no room for it between its line and that of float32
-            line = {"arrowstyle": "-", "color": GREY}
-            far.annotate(
-                label.replace(" at ", "\nat "), (edge, power), (190, -120), arrowprops=line
-            )
+    names, words = [], []
+    for y, (dtype, (color, hatch)) in enumerate(looks.items()):
+        low, high = exp_range(dtype)
+        far.barh(y, high - low, 0.36, low, color=color, hatch=hatch, edgecolor=INK)
+        ends = f"{low:.4f}".replace("-", "−"), f"{high:.4f}"
+        if dtype is np.float64:  # its ends leave no room beside the bar
+            far.text(low, y - 0.22, ends[0], ha="left", va="bottom")
+            far.text(high, y - 0.22, ends[1], ha="right", va="bottom")
         else:
-            far.text(-790, power + 7, label, va="bottom")
-        words.append(f"{edge:.4f} for {name}")
-    far.set(
-        xlim=(-800, 800),
-        ylim=(-345, 370),
-        xlabel="x",
-        title="$e^x$ in powers of ten: beyond its end, exp is inf",
-    )
-    far.set_yticks([-300, -200, -100, 0, 100, 200, 300])
-    far.set_yticklabels([f"$10^{{{k}}}$" for k in far.get_yticks().astype(int)])
+            far.text(low - 15, y, ends[0], ha="right", va="center")
+            far.text(high + 15, y, ends[1], ha="left", va="center")
+        power = np.log10(float(np.finfo(dtype).max))
+        largest = f"{top:,.0f}" if dtype is np.float16 else f"$10^{{{power:.1f}}}$"
+        names.append(f"{np.dtype(dtype).name}\nup to {largest}")
+        words.append(f"{np.dtype(dtype).name} from x = {ends[0]} to {ends[1]}")
+    far.text(-790, -0.55, "left of its bar: exp is 0", va="center")
+    far.text(790, -0.55, "right of its bar: exp is inf", va="center", ha="right")
+    far.set(xlim=(-800, 800), ylim=(2.4, -0.85), xlabel="x", title="where $e^x$ fits into the type")
+    far.set_yticks(range(3), names)
+    far.tick_params(axis="y", length=0)
+    far.spines["left"].set_visible(False)
     return Picture(
         figure,
-        "Two plots of e to the x. On an ordinary scale the curve is flat, then climbs like a wall. "
-        "On a scale of powers of ten it is a straight line that crosses the largest number "
-        f"of each type: at x = {', '.join(words)}.",
+        "Left, e to the x: the curve is flat, then climbs like a wall through the largest float16. "
+        f"Right, a bar for each type, where e to the x fits: {', '.join(words)}. "
+        "Left of its bar exp gives 0, right of it inf.",
     )
 
 
-ZONES = {"right": (SKY, ""), "wrong, yet finite": (ORANGE, "\\\\\\"), "NaN": ("#555555", "xxx")}
+ZONES = {"right": (SKY, ""), "wrong, yet finite": (ORANGE, "\\\\\\"), "NaN": (GREY, "xxx")}
 
 
 def shift_zones(softmax, x, shifts=range(-1000, 1001)):
@@ -246,6 +242,10 @@ def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
             color, hatch = ZONES[zone]
             left, right = max(start - 1000.5, -1000), min(stop - 1000.5, 1000)
             axes.barh(y, right - left, 0.62, left, color=color, hatch=hatch, edgecolor="white")
+            if zone == "wrong, yet finite":  # often too narrow to see
+                middle = np.clip((start + stop - 1) / 2 - 1000, -1000, 1000)
+                look = {"color": color, "markeredgecolor": INK, "markersize": 7, "zorder": 4}
+                axes.plot(middle, y - 0.4, "v", clip_on=False, **look)
         with np.errstate(all="ignore"):
             p = np.asarray(softmax(np.asarray(x, dtype) + dtype(shift)), np.float64)
         shares = f"[{', '.join(f'{p_j:.3f}' for p_j in p)}]"
@@ -255,21 +255,25 @@ def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
         right = [i - 1000 for i, zone in enumerate(names) if zone == "right"]
         span = f"right from c = {right[0]} to {right[-1]}" if right else "right nowhere"
         words.append(f"{name} is {span}; at c = {shift:g} it gives {shares}, {zone}")
-    axes.axvline(shift, color=INK, linewidth=1.8, zorder=0)  # behind the bars, which may be narrow
-    axes.text(shift, -0.52, f"c = {_score(shift)}", ha="center", va="bottom", fontsize=9.5)
-    axes.text(1150, -0.52, f"shares at c = {_score(shift)}", va="bottom", fontsize=9.5)
+    axes.vlines(shift, -0.53, 2.5, color=INK, linewidth=1.3, zorder=3)
+    axes.text(shift, -0.56, f"c = {_score(shift)}", ha="center", va="bottom", fontsize=9.5)
+    axes.text(1150, -0.56, f"shares at c = {_score(shift)}", va="bottom", fontsize=9.5)
     axes.set_xscale("symlog", linthresh=4, linscale=0.5)
     ticks = (-1000, -100, -10, 0, 10, 100, 1000)
     axes.set_xticks(ticks, [_score(t) for t in ticks])
+    axes.minorticks_off()
     axes.set_yticks(range(len(zones)), [np.dtype(dtype).name for dtype in zones])
-    axes.set(xlim=(-1000, 1000), ylim=(2.5, -0.55), xlabel="c, added to all scores")
+    axes.set(xlim=(-1000, 1000), ylim=(2.5, -0.6))
+    axes.set_xlabel("c, added to all scores (from ±10 on, each tick is ten times the one before)")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    figure.legend(
-        handles=[Patch(fc=c, hatch=h, ec="white", label=zone) for zone, (c, h) in ZONES.items()],
-        loc="outside lower center",
-        ncols=3,
-    )
+    seen = {zone for names in zones.values() for zone in names}
+    labels = {zone: zone for zone in ZONES if zone in seen}
+    if "wrong, yet finite" in labels:
+        labels["wrong, yet finite"] += " (each marked by a triangle)"
+    looks = {zone: dict(zip(("fc", "hatch"), ZONES[zone], strict=True)) for zone in labels}
+    handles = [Patch(ec="white", label=label, **looks[zone]) for zone, label in labels.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
     scores = ", ".join(f"{s:g}" for s in x)
     return Picture(figure, f"Softmax of [{scores}] + c. {'. '.join(words).replace('-', '−')}.")
 
@@ -281,6 +285,12 @@ def _runs(names):
 
 
 # Lesson 03: the running state of online softmax, and the tree of merges
+
+BEFORE = {"facecolor": PALE, "edgecolor": GREY}
+NEW = {"facecolor": SKY, "edgecolor": BLUE, "hatch": "///"}
+UNSEEN = {"facecolor": "none", "edgecolor": GREY, "linestyle": ":"}
+CARRIED = {"facecolor": ORANGE, "edgecolor": "#7A5400", "hatch": "\\\\\\"}
+OUTPUT = {"facecolor": GREEN, "edgecolor": INK}
 
 
 def describe_steps(x, v=None, block=2):
@@ -346,10 +356,16 @@ def softmax_steps(x, v=None, block=2, show=None):
         f"{show=} names a block that is not there; there are {len(steps)}, counted from 1",
     )
     # the places are fixed: a layout engine would take as long as everything else together
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.6 * len(show)))
-    rows = figure.subfigures(len(show), 1, squeeze=False)[:, 0]
+    legend = 0.3  # inches below the rows
+    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.6 * len(show) + legend))
+    heights = [2.6] * len(show) + [legend]
+    *rows, foot = figure.subfigures(len(show) + 1, 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, number in zip(rows, show, strict=True):
         _draw_step(row, x, steps, number)
+    parts = {"before": BEFORE, "this block": NEW, "not seen yet": UNSEEN, "old ℓ × factor": CARRIED}
+    parts |= {} if v is None else {"new o": OUTPUT}
+    handles = [Patch(label=label, **look) for label, look in parts.items()]
+    foot.legend(handles=handles, loc="center", ncols=len(parts))
     texts = ["Before the first block: m = −∞, l = 0.", *describe_steps(x, v, block)]
     return Picture(figure, " ".join(texts[number] for number in show))
 
@@ -393,9 +409,9 @@ def _draw_scores(axes, x, step, m):
     start = step.cols.start if step else 0
     height = np.where(np.isfinite(x), x, 0)
     looks = [
-        (slice(0, start), {"color": PALE, "edgecolor": GREY}),
-        (slice(start, stop), {"color": SKY, "edgecolor": BLUE, "hatch": "///"}),
-        (slice(stop, None), {"color": "none", "edgecolor": GREY, "linestyle": ":"}),
+        (slice(0, start), BEFORE),
+        (slice(start, stop), NEW),
+        (slice(stop, None), UNSEEN),
     ]
     for cols, look in looks:
         axes.bar(keys[cols], height[cols], 0.75, **look)
@@ -409,30 +425,34 @@ def _draw_scores(axes, x, step, m):
             axes.annotate(_score(s), (key, y), (0, gap), textcoords="offset points", **look)
         axes.set_xticks(keys)
     if np.isfinite(m):
-        axes.axhline(m, color=RED, linestyle="--", linewidth=1.4)
+        places = np.linspace(*axes.get_xlim(), 500)
+        level = np.full(len(places), float(m))
+        if len(x) <= 12:  # the line leaves out what it would strike through
+            far = height + np.where(height < 0, -0.8, 0.8) * room  # where a score's label ends
+            struck = (np.minimum(height, far) < m) & (m < np.maximum(height, far))
+            for key in keys[struck]:
+                level[abs(places - key) < 0.5] = np.nan
+        axes.plot(places, level, color=RED, linestyle="--", linewidth=1.4)
         right = axes.get_xlim()[1]  # past the last bar, where no score's label can be in the way
         axes.text(right, m, f"m = {_score(m)}", color=RED, va="bottom", ha="right")
     axes.axhline(0, color=GREY, linewidth=0.8)
-    axes.set(xlabel="key", title="scores: seen, new, unseen")
+    axes.set(xlabel="key", title="scores, and their maximum m so far")
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
 
 
 def _draw_sum(axes, l_old, carried, added, top):
-    looks = {
-        "old": {"color": PALE, "edgecolor": GREY},
-        "carried": {"color": ORANGE, "edgecolor": "#7A5400", "hatch": "\\\\\\"},
-        "added": {"color": SKY, "edgecolor": BLUE, "hatch": "///"},
-    }
-    axes.bar(0, l_old, 0.7, **looks["old"])
-    axes.bar([1, 3], [carried, carried], 0.7, **looks["carried"])
-    axes.bar([2, 3], [added, added], 0.7, bottom=[0, carried], **looks["added"])
+    # above the axis, so that the last trace of an old sum is still a line
+    flat = {"zorder": 3, "linewidth": 1.5 if carried else 0}
+    axes.bar(0, l_old, 0.7, **BEFORE)
+    axes.bar([1, 3], [carried, carried], 0.7, **CARRIED, **flat)
+    axes.bar([2, 3], [added, added], 0.7, bottom=[0, carried], **NEW)
     total = carried + added
     for place, height in enumerate((l_old, carried, added, total)):
-        label = f"{height:.3g}" if height < 0.01 else f"{height:.3f}"
-        axes.annotate(
-            label, (place, height), (0, 2), textcoords="offset points", ha="center", va="bottom"
-        )
+        label = f"{height:.6f}" if height == 0 or height >= 1e-6 else f"{height:.1e}"
+        look = {"ha": "center", "va": "bottom", "fontsize": 8.5}
+        at = (place, height)
+        axes.annotate(label if height else "0", at, (0, 2), textcoords="offset points", **look)
     axes.set_xticks(range(4), ["old ℓ", "old ℓ\n× factor", "+ this\nblock", "new ℓ"])
     # one scale for all steps, or a fall of l would not show
     axes.set(ylim=(0, 1.25 * top), xlim=(-0.55, 3.55), title="ℓ, measured against m")
@@ -442,8 +462,8 @@ def _draw_sum(axes, l_old, carried, added, top):
 
 def _draw_output(axes, o_old, o, history):
     places = np.arange(len(o))
-    axes.bar(places - 0.2, o_old, 0.36, color=PALE, edgecolor=GREY)
-    axes.bar(places + 0.2, o, 0.36, color=GREEN, edgecolor=INK)
+    axes.bar(places - 0.2, o_old, 0.36, **BEFORE)
+    axes.bar(places + 0.2, o, 0.36, **OUTPUT)
     axes.hlines(history[-1], places - 0.45, places + 0.45, color=INK, linestyle=":", linewidth=1.6)
     low, high = min(0, history.min()), max(0, history.max())
     room = 0.25 * ((high - low) or 1)
@@ -460,9 +480,7 @@ def _draw_output(axes, o_old, o, history):
                     va=va,
                 )
         axes.set_xticks(places, [f"o[{i}]" for i in range(len(o))])
-    axes.set(
-        ylim=(low - (room if low < 0 else 0), high + room), title="o: old, new, final (dotted)"
-    )
+    axes.set(ylim=(low - (room if low < 0 else 0), high + room), title="o; dotted: where it ends")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
@@ -479,7 +497,7 @@ def merge_tree(x, v, *trees):
     v : float array (n, d_v)
         One value vector per score.
     *trees : nested pairs of int
-        Which to merge with which, keys counted from 0: ((0, 1), (2, 3)) joins two pairs.
+        Which to merge with which, keys counted from 1: ((1, 2), (3, 4)) joins two pairs.
         Several trees are drawn side by side.
 
     Returns
@@ -489,38 +507,33 @@ def merge_tree(x, v, *trees):
     """
     x, v = float_array("x", x), float_array("v", v)
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 4.4), layout="constrained")
-    words, heights = [], []
+    words = []
     for axes, tree in zip(figure.subplots(1, len(trees), squeeze=False)[0], trees, strict=True):
         axes.set_axis_off()
-        node = _draw_node(axes, x, v, tree)
-        axes.set(xlim=(-0.55, len(node["keys"]) - 0.45), title=_shape(tree))
-        heights.append(node["y"])
+        node = _draw_node(axes, x, v, tree, 1 / _depth(tree))
+        axes.set(xlim=(-0.55, len(node["keys"]) - 0.45), ylim=(-0.12, 1.12), title=_shape(tree))
         words.append(f"{_shape(tree)} ends at o = {_vector(node['o'])}, L = {node['lse']:.6f}")
-    for axes in figure.axes:
-        axes.set_ylim(-0.4, max(heights) + 0.4)
     return Picture(figure, f"Merging the keys as {'; as '.join(words)}.")
 
 
-def _draw_node(axes, x, v, tree, place=0):
-    """Draw a tree from the leaves up; return its root."""
+def _draw_node(axes, x, v, tree, level, place=0):
+    """Draw a tree from the leaves up, each merge `level` above its parts; return its root."""
     if isinstance(tree, tuple):
-        a = _draw_node(axes, x, v, tree[0], place)
-        b = _draw_node(axes, x, v, tree[1], place + len(a["keys"]))
+        a = _draw_node(axes, x, v, tree[0], level, place)
+        b = _draw_node(axes, x, v, tree[1], level, place + len(a["keys"]))
         o, lse = merge_attention(a["o"], a["lse"], b["o"], b["lse"])
-        keys, y = a["keys"] + b["keys"], 1 + max(a["y"], b["y"])
+        keys, y = a["keys"] + b["keys"], level + max(a["y"], b["y"])
         node = {"keys": keys, "o": o, "lse": lse, "x": (a["x"] + b["x"]) / 2, "y": y}
-        for part in (a, b):
+        for part, side, gap in ((a, "right", -0.06), (b, "left", 0.06)):
             axes.plot([part["x"], node["x"]], [part["y"], y], color=GREY, linewidth=1.2, zorder=0)
             weight = np.exp(part["lse"] - lse)
             label = f"{weight:.2g}" if weight < 0.01 else f"{weight:.4f}"
-            # nearer to the part than to the node: there the branches are further apart
-            at = (0.65 * part["x"] + 0.35 * node["x"], 0.65 * part["y"] + 0.35 * y)
-            box = {"fc": "white", "ec": "none", "pad": 1}
-            axes.text(*at, f"×{label}", ha="center", va="center", fontsize=8.5, bbox=box)
+            at = (part["x"] + node["x"]) / 2 + gap, (part["y"] + y) / 2  # beside the branch
+            axes.text(*at, f"×{label}", ha=side, va="center", fontsize=8.5)
     else:
-        node = {"keys": [tree], "o": v[tree], "lse": x[tree], "x": place, "y": 0}
+        node = {"keys": [tree], "o": v[tree - 1], "lse": x[tree - 1], "x": place, "y": 0}
     one = len(node["keys"]) == 1
-    name = ("key " if one else "keys ") + ", ".join(str(key + 1) for key in node["keys"])
+    name = ("key " if one else "keys ") + ", ".join(map(str, node["keys"]))
     o = ", ".join(f"{value:.4g}" for value in node["o"])
     text = f"{name}\n[{o}]\nL = {node['lse']:.5g}"
     look = {"fc": PALE if one else "#D6ECFA", "ec": GREY if one else BLUE, "boxstyle": "round"}
@@ -528,10 +541,14 @@ def _draw_node(axes, x, v, tree, place=0):
     return node
 
 
+def _depth(tree):
+    return 1 + max(map(_depth, tree)) if isinstance(tree, tuple) else 0
+
+
 def _shape(tree):
-    """Return the tree with its keys counted from 1, as (1 2) (3 4)."""
+    """Return the tree as text: ((1 2) (3 4))."""
     if not isinstance(tree, tuple):
-        return str(tree + 1)
+        return str(tree)
     return "(" + " ".join(_shape(part) for part in tree) + ")"
 
 

@@ -151,7 +151,7 @@ def softmax_stepper(x=None, v=None, block=2):
     back.on_click(lambda button: move(-1))
     forth.on_click(lambda button: move(+1))
     return Explorer(
-        "softmax_stepper", draw, controls, adjust=adjust, extra=[back, forth], height=275
+        "softmax_stepper", draw, controls, adjust=adjust, extra=[back, forth], height=300
     )
 
 

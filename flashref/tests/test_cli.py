@@ -51,6 +51,10 @@ def test_help_after_a_command_is_the_commands():
         assert got.stdout.startswith(f"usage: python -m flashref {name}")
 
 
+def test_the_promised_commands_are_there():
+    assert set(cli.commands()) == set(cli.COMMANDS) == {"info", "check", "bench", "figures"}
+
+
 def test_a_command_that_is_not_there_is_not_listed(monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "dance", ("flashref.dance", "no such module"))
     monkeypatch.setitem(cli.COMMANDS, "sing", ("flashref.choir.sing", "no such package"))

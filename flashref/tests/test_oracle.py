@@ -352,7 +352,6 @@ WRONG = {
     **{f"{n} too small": too_far(n, FIRST[: 2 if n == "lse" else 3], -1.01) for n in QUANTITIES},
     "shape": replaced("o", lambda x: x[:, :, :1]),
     "shape that broadcasts": replaced("lse", lambda x: x[None]),
-    "dtype": replaced("dv", lambda x: x.astype(np.float32)),
     "a list": replaced("dq", np.ndarray.tolist),
 }
 
@@ -363,6 +362,20 @@ def test_wrong_results_do_not_pass(what):
     WRONG[what](got, expected.allowed)
     with pytest.raises(AssertionError):
         expected.check(**got)
+
+
+@pytest.mark.parametrize("name", QUANTITIES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_exact_values_in_another_dtype_do_not_pass(name, dtype):
+    got, expected = right_results(dtype)
+    got[name] = expected.gold[name]  # float64
+    with pytest.raises(AssertionError, match=f"{name} has dtype float64"):
+        expected.check(**got)
+
+
+def test_what_is_allowed_must_be_a_number():
+    with pytest.raises(AssertionError, match="too far off"):
+        assert_close(np.ones(1), np.zeros(1), np.array([NAN]))
 
 
 @pytest.mark.parametrize("name", QUANTITIES)

@@ -91,8 +91,11 @@ def test_exp_picture_marks_the_end_of_each_type():
     picture = plots.exp_overflow()
     shown = " ".join(text for axes in picture.figure.axes for text in texts(axes))
     for dtype in plots.DTYPES:
-        end = f"{plots.exp_range(dtype)[1]:.4f}"
-        assert end in shown and end in picture.alt
+        for end in plots.exp_range(dtype):
+            text = f"{end:.4f}".replace("-", "−")
+            assert text in shown and text in picture.alt
+    bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in picture.figure.axes[1].patches]
+    np.testing.assert_allclose(bars, [plots.exp_range(dtype) for dtype in plots.DTYPES])
 
 
 # The shift
@@ -130,6 +133,30 @@ def test_shift_picture_draws_each_zone_in_its_place_and_prints_the_shares():
     assert "float16 is right from c = −15 to 7; at c = 8 it gives [0.000" in picture.alt
 
 
+def legend(figure):
+    return [text.get_text() for box in figure.legends for text in box.get_texts()]
+
+
+def test_a_triangle_points_at_each_silent_zone_and_the_line_lies_on_top():
+    picture = plots.softmax_shift(bare, [1, 2, 3], 8)
+    axes = picture.figure.axes[0]
+    marks = sorted((round(line.get_ydata()[0] + 0.4), line.get_xdata()[0]) for line in axes.lines)
+    # the middles of the runs that the lesson prints
+    assert marks == [(0, -18), (0, 8), (1, -103.5), (2, -745.5)]
+    (line,) = axes.collections
+    assert all(line.get_zorder() > bar.get_zorder() for bar in axes.patches)
+    assert line.get_segments()[0][:, 0].tolist() == [8, 8]
+
+
+def test_the_legend_holds_what_occurs_and_nothing_else():
+    labels = legend(plots.softmax_shift(bare).figure)
+    assert labels == ["right", "wrong, yet finite (each marked by a triangle)", "NaN"]
+    assert legend(plots.softmax_shift(safe_softmax).figure) == ["right"]
+    parts = ["before", "this block", "not seen yet", "old ℓ × factor"]
+    assert legend(plots.softmax_steps(X, block=2).figure.subfigs[-1]) == parts
+    assert legend(plots.softmax_steps(X, V, 2).figure.subfigs[-1]) == [*parts, "new o"]
+
+
 def test_zones_can_be_handed_over():
     zones = plots.shift_zones(bare, [1, 2, 3])
     found = plots.softmax_shift(bare, shift=8).alt
@@ -152,7 +179,7 @@ def test_shift_outside_the_picture_is_refused():
 @pytest.mark.parametrize("block", [1, 2, 3, 4, 9])
 def test_bars_are_the_state_after_each_block(block):
     picture, steps = plots.softmax_steps(X, V, block), online_softmax_steps(X, V, block)
-    assert len(picture.figure.subfigs) == len(steps)
+    assert len(picture.figure.subfigs) == len(steps) + 1  # the legend
     l_old, o_old = 0, np.zeros(2)
     for row, step in enumerate(steps):
         scores, total, output = panels(picture, row)
@@ -171,6 +198,31 @@ def test_seen_new_and_unseen_scores_look_different_without_colour():
     scores = panels(plots.softmax_steps(X, V, 1, show=[3]))[SCORES]
     looks = [(bar.get_hatch(), bar.get_linestyle()) for bar in scores.patches]
     assert looks == [(None, "solid"), (None, "solid"), ("///", "solid"), (None, ":")]
+
+
+@pytest.mark.parametrize("x", [X, [-1.0, -2.0, -1.5], [5.0, 4.9, 0.0, 5.2], [0.0, -1.0, 1.0]])
+def test_the_line_of_the_maximum_strikes_through_no_score(x):
+    for number, step in enumerate(online_softmax_steps(x, block=1), 1):
+        picture = plots.softmax_steps(x, block=1, show=[number])
+        picture.png()  # a text has its place once it is drawn
+        axes = panels(picture)[SCORES]
+        (level,) = (line for line in axes.lines if line.get_color() == plots.RED)
+        drawn = level.get_xydata()[np.isfinite(level.get_ydata())]
+        assert len(drawn) > 50 and set(drawn[:, 1]) == {step.m}
+        pixels = axes.transData.transform(drawn)
+        for text in axes.texts:
+            if not text.get_text().startswith("m ="):
+                box = text.get_window_extent().shrunk(1, 0.8)
+                assert not any(box.contains(*point) for point in pixels), (number, text)
+
+
+def test_a_flat_rest_of_the_old_sum_is_still_seen_and_printed():
+    total = panels(plots.softmax_steps(X, V, 2, show=[2]))[SUM]
+    assert texts(total) == ["1.367879", "0.000459", "1.000912", "1.001371"]
+    rest = total.patches[1]
+    assert rest.get_linewidth() >= 1 and rest.get_zorder() > total.spines["bottom"].get_zorder()
+    first = panels(plots.softmax_steps(X, V, 2, show=[1]))[SUM]
+    assert first.patches[1].get_linewidth() == 0 and texts(first)[:2] == ["0", "0"]
 
 
 def test_the_arithmetic_stands_above_the_panels():
@@ -225,7 +277,7 @@ def test_any_row_can_be_drawn(x, d_v, block, with_v):
 def test_inputs_are_not_changed():
     x, v = np.array(X), np.array(V)
     plots.softmax_steps(x, v, 3)
-    plots.merge_tree(x, v, ((0, 1), (2, 3)))
+    plots.merge_tree(x, v, ((1, 2), (3, 4)))
     assert x.tolist() == X and v.tolist() == V
 
 
@@ -246,7 +298,7 @@ def test_bad_input_is_one_sentence(call, message):
 # The tree of merges
 
 
-TREES = ((0, 1), (2, 3)), (((0, 1), 2), 3), (3, (0, (2, 1)))
+TREES = ((1, 2), (3, 4)), (((1, 2), 3), 4), (4, (1, (3, 2)))
 
 
 def test_every_tree_ends_at_attention_over_its_keys():
@@ -256,6 +308,9 @@ def test_every_tree_ends_at_attention_over_its_keys():
     picture = plots.merge_tree(X, V, *TREES)
     assert len(picture.figure.axes) == len(TREES)
     assert picture.alt.count("ends at") == len(TREES) and "(((1 2) 3) 4)" in picture.alt
+    for axes in picture.figure.axes:  # all on one level, so that no tree leaves room empty
+        (root,) = (t for t in axes.texts if t.get_text().count(",") == 4)
+        assert root.get_position()[1] == pytest.approx(1)
 
 
 def test_weights_of_each_merge_add_to_one_and_nodes_show_their_state():

@@ -90,7 +90,8 @@ def _can_be(path, top):
 
 def _fails(command, top):
     run = subprocess.run(command, cwd=top, capture_output=True, text=True)
-    return run.stderr.strip() or f"{command} fails" if run.returncode else None
+    failed = run.returncode or "Nothing to be done" in run.stdout  # a phony target without a rule
+    return run.stderr + run.stdout if failed else None
 
 
 def _wrong_options(words):

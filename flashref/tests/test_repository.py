@@ -234,11 +234,16 @@ print((float(abs(o - want).max()), bool(np.isfinite(dq).all()), sorted(roots)))
     assert roots == ["flashref", "numpy"]
 
 
-def test_the_import_takes_less_than_three_tenths_of_a_second(bare):
-    # of the processor: what else the machine is doing is not the import's fault
-    code = "import time; t = time.process_time(); import flashref; print(time.process_time() - t)"
-    seconds = min(in_bare(bare, code) for _ in range(5))
-    assert seconds < 0.3
+def test_the_import_adds_little_to_numpys(bare):
+    """All in all 0.3 s are allowed; NumPy takes 0.1 to 0.2 of them, more on a busy machine."""
+    code = """
+import time
+import numpy
+start = time.process_time()  # of the processor: what else the machine is doing is not our fault
+import flashref
+print(time.process_time() - start)
+"""
+    assert min(in_bare(bare, code) for _ in range(5)) < 0.1
 
 
 def test_the_import_leaves_the_heavy_packages_alone():

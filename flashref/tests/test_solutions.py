@@ -73,10 +73,17 @@ def test_solved_lesson_runs_and_every_check_passes(path):
 
 
 SABOTAGES = [
-    ("02_safe_softmax", "np.exp(x - x.max())", "np.exp(x)"),
+    ("02_safe_softmax", "f = np.exp(x - m)", "f = np.exp(x)"),
+    ("02_safe_softmax", "        return -np.inf\n", "        return np.nan\n"),
     ("02_safe_softmax", "m + np.log(", "np.log("),
     ("03_online_softmax", "np.exp(m - m_new) * l + np.exp(s - m_new)", "l + np.exp(s - m_new)"),
-    ("03_online_softmax", "my_merge(*my_merge(*a, *b), *c)", "my_merge(*a, *c)"),
+    (
+        "03_online_softmax",
+        "merge(merge(a, b), c), merge(a, merge(b, c))",
+        "(merge(merge(a, b), c),) * 2",
+    ),
+    ("03_online_softmax", "merge(merge(a, b), c),", "merge(merge(a, b), b),"),
+    ("03_online_softmax", "for x in stream:", "for x in list(stream):"),
     ("03_online_softmax", "np.where(np.isneginf(lse), 0, lse)", "lse"),
 ]
 

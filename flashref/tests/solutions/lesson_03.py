@@ -4,6 +4,8 @@ import numpy as np
 
 
 def add_score(m, l, s):
+    if np.isneginf(s):  # a masked score changes nothing
+        return m, l
     m_new = max(m, s)
     return m_new, np.exp(m - m_new) * l + np.exp(s - m_new)
 
@@ -14,11 +16,13 @@ def my_online_softmax(x, block):
     for start in range(0, len(x), block):
         x_j = x[start : start + block]
         m_new = max(m, x_j.max())
-        l = np.exp(m - m_new) * l + np.exp(x_j - m_new).sum()
+        shift = m_new if m_new > -np.inf else 0.0
+        l = np.exp(m - shift) * l + np.exp(x_j - shift).sum()
         m = m_new
-    p = np.empty_like(x)
-    for start in range(0, len(x), block):
-        p[start : start + block] = np.exp(x[start : start + block] - m) / l
+    p = np.zeros_like(x)
+    if l > 0:
+        for start in range(0, len(x), block):
+            p[start : start + block] = np.exp(x[start : start + block] - m) / l
     return p
 
 
@@ -29,15 +33,15 @@ def my_merge(o_a, lse_a, o_b, lse_b):
     return w_a[..., None] * o_a + w_b[..., None] * o_b, lse
 
 
-def merge_three(a, b, c):
-    from_left = my_merge(*my_merge(*a, *b), *c)
-    return from_left, my_merge(*a, *my_merge(*b, *c))
+def merge_three(a, b, c, merge):
+    return merge(merge(a, b), c), merge(a, merge(b, c))
 
 
 def stream_state(stream):
     m, l = -np.inf, 0.0
     for x in stream:
         m_new = max(m, x.max())
-        l = np.exp(m - m_new) * l + np.exp(x - m_new).sum()
+        shift = m_new if m_new > -np.inf else 0.0
+        l = np.exp(m - shift) * l + np.exp(x - shift).sum()
         m = m_new
     return m, l

@@ -1,0 +1,243 @@
+"""What a function returned: as arrays, and how it differs from the right answer."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from flashref.check.calling import to_array
+
+ORDINARY, HUNTING = 2e-5, 1e-2  #: absolute and relative; CONTRACT.md, "Homework"
+
+
+@dataclass
+class Problem:
+    """What is wrong with an answer."""
+
+    kind: (
+        str  #: "value", "nan", "shape", "dtype", "result", "changed", "given_back", "unsteady", ...
+    )
+    sentence: str
+    output: str = ""  #: "o", "lse", "dq", ...
+    index: tuple | None = None  #: the worst place
+    expected: Any = None  #: the number there
+    got: Any = None
+    wrong: int = 0  #: how many numbers are wrong
+    total: int = 0
+
+
+class Unreadable(Exception):
+    """A result that is no answer; holds the `Problem`."""
+
+    def __init__(self, kind, sentence, output=""):
+        super().__init__(sentence)
+        self.problem = Problem(kind, sentence, output)
+
+
+# --- reading ------------------------------------------------------------------------------------
+
+
+def read(exercise, right, value, both=False):
+    """Return {name: array} of what a function returned.
+
+    Parameters
+    ----------
+    exercise : Exercise
+    right : dict
+        The right answer; its shapes are asked for.
+    value : object
+        The function's result.
+    both : bool
+        Whether outputs that may be missing were asked for.
+
+    Raises
+    ------
+    Unreadable
+        If it is no answer: the kind of thing, its shape or its dtype.
+    """
+    if value is None:
+        raise Unreadable("result", "It returned nothing (None). Is the `return` missing?")
+    if exercise.counts:
+        return {exercise.outputs[0]: _counts(exercise, value)}
+    names = [name.rstrip("?") for name in exercise.outputs]
+    parts = _parts(exercise, names, right, value)
+    if both and len(parts) < len(names):
+        raise Unreadable(
+            "result",
+            f"Asked with return_lse=True it returned {names[0]} alone, not ({', '.join(names)}).",
+        )
+    return {
+        name: _checked(name, part, right[name]) for name, part in zip(names, parts, strict=False)
+    }
+
+
+def _parts(exercise, names, right, value):
+    """Return the parts of a result, one per output."""
+    several = isinstance(value, tuple | list)
+    if len(names) == 1 or exercise.outputs[1].endswith("?"):
+        shape = right[names[0]].shape
+        if not several or _shape(value) == shape:
+            return [value]
+        if len(names) == 1 or len(value) != 2:
+            if isinstance(value, list):
+                return [value]
+            raise Unreadable(
+                "result",
+                f"It returned a tuple of {len(value)} things; I can read {exercise.returns}.",
+            )
+        if isinstance(value, list) and _shape(value) is not None:
+            return [value]
+    elif not several or len(value) != len(names):
+        what = f"{len(value)} things" if several else f"one {type(value).__name__}"
+        raise Unreadable("result", f"It returned {what}; give back {exercise.returns}.")
+    swapped = names == ["o", "lse"] and _shape(value[0]) == right["lse"].shape
+    if swapped and _shape(value[1]) == right["o"].shape:
+        raise Unreadable("result", "It returned (lse, o); give back (o, lse), in this order.")
+    return list(value)
+
+
+def _shape(value):
+    try:
+        return to_array(value).shape
+    except ValueError:
+        return None
+
+
+def _checked(name, part, right):
+    """Return one output as an array of floats of the right shape."""
+    try:
+        array = to_array(part)
+    except ValueError as error:
+        raise Unreadable(
+            "result", f"{name} is {error}; an array of numbers is needed.", name
+        ) from None
+    if array.dtype.kind == "c":
+        raise Unreadable("dtype", f"{name} holds complex numbers ({array.dtype}).", name)
+    if array.dtype.kind in "iub":
+        raise Unreadable(
+            "dtype",
+            f"{name} has dtype {array.dtype}: fractions are cut off. Make its array of floats.",
+            name,
+        )
+    if array.dtype == np.float16:
+        raise Unreadable("dtype", f"{name} has dtype float16: three digits are too few here.", name)
+    if array.shape != right.shape:
+        raise Unreadable("shape", _about_shape(name, array.shape, right.shape), name)
+    return array.astype(float)
+
+
+def _about_shape(name, shape, right):
+    text = f"{name} has shape {shape}; it should be {right}."
+    if sorted(shape) == sorted(right):
+        return f"{text} Two axes have changed places."
+    if [n for n in shape if n != 1] == [n for n in right if n != 1]:
+        much = "many" if len(shape) > len(right) else "few"
+        return f"{text} There is an axis of length 1 too {much}."
+    if shape == right[:-1] or shape == right[1:]:
+        return f"{text} An axis is missing."
+    return text
+
+
+def _counts(exercise, value):
+    names = {"sizes": "(B_r, B_c)", "traffic": "(loads, stores)"}[exercise.outputs[0]]
+    if not isinstance(value, tuple | list | np.ndarray) or len(value) != 2:
+        raise Unreadable("result", f"It returned {value!r}; give back {names}.")
+    numbers = []
+    for x in value:
+        try:
+            array = to_array(x)
+        except ValueError as error:
+            raise Unreadable("result", f"It returned {error} in {names}; two counts.") from None
+        if array.size != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+            raise Unreadable("result", f"It returned {value!r}; give back two counts, {names}.")
+        numbers.append(array.reshape(()).item())
+    return np.array(numbers, object)
+
+
+# --- comparing ----------------------------------------------------------------------------------
+
+
+def tolerance(case):
+    """Return how far a number may be off, absolutely and relatively, on this case."""
+    return HUNTING if case.hunts else ORDINARY
+
+
+def wrong_places(got, right, tol):
+    """Return where numbers differ by more than tol * (1 + |right|); NaN differs from everything."""
+    if right.dtype == object:  # counts are exact
+        return np.array(got != right, bool)
+    with np.errstate(invalid="ignore"):
+        near = np.abs(got - right) <= tol * (1 + np.abs(right))
+    return ~(near | (got == right))
+
+
+def compare(case, got, right):
+    """Return the `Problem` with the numbers of an answer, or None if they are right."""
+    for name, array in got.items():
+        want = np.asarray(right[name], object if array.dtype == object else float)
+        bad = wrong_places(array, want, tolerance(case))
+        if bad.any():
+            return _problem(name, array, want, bad)
+    return None
+
+
+def _problem(name, got, right, bad):
+    """Return the `Problem` of an array, with its worst place."""
+    if got.dtype == object:
+        index = (int(np.argmax(bad)),)
+        kind = "value"
+    else:
+        with np.errstate(invalid="ignore"):
+            error = np.where(bad, np.abs(got - right) / (1 + np.abs(right)), -1)
+        error = np.where(bad & ~np.isfinite(error), np.inf, error)
+        index = tuple(int(i) for i in np.unravel_index(np.argmax(error), error.shape))
+        kind = "nan" if np.isnan(got[bad]).any() else "value"
+    problem = Problem(kind, "", name, index, right[index], got[index], int(bad.sum()), bad.size)
+    problem.sentence = f"{_how_many(name, bad)}; {off_by(problem.got, problem.expected)}."
+    return problem
+
+
+def _how_many(name, bad):
+    if bad.all() and bad.size > 1:
+        return f"All {bad.size} numbers of {name} are wrong"
+    if bad.size == 1:
+        return f"{name} is wrong"
+    return f"{int(bad.sum())} of {bad.size} numbers of {name} are wrong"
+
+
+def off_by(got, right):
+    """Return the size of an error in words."""
+    if isinstance(got, int) and isinstance(right, int):
+        by = abs(got - right)
+        return f"{by} too {'many' if got > right else 'few'}"
+    got, right = float(got), float(right)
+    if np.isnan(got):
+        return "not a number (NaN)"
+    if np.isinf(got) or np.isinf(right):
+        return f"{number(got)} instead of {number(right)}"
+    if abs(right) > 1e-12 and got:
+        factor = got / right
+        if factor < 0:
+            same = abs(factor + 1) < 1e-4
+            return (
+                "the sign is wrong" if same else f"the sign is wrong: off by {abs(got - right):.3g}"
+            )
+        if abs(factor - 1) < 0.02:
+            return f"off by {abs(factor - 1):.2%}, or {abs(got - right):.2g}"
+        if 0.01 < factor < 1:
+            return f"{factor:.3g} times what it should be"
+        if 1 < factor < 100:
+            return f"{factor:.4g} times too large"
+    return f"too {'large' if got > right else 'small'} by {abs(got - right):.4g}"
+
+
+def number(x):
+    """Return a number for a table."""
+    if isinstance(x, int):
+        return f"{x:,}"
+    x = float(x)
+    if not np.isfinite(x):
+        return {"nan": "NaN"}.get(str(x), str(x))
+    if x == 0 or 1e-3 <= abs(x) < 1e5:
+        return f"{x:.4f}"
+    return f"{x:.4e}"

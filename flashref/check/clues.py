@@ -1,0 +1,381 @@
+"""What can be said of a wrong answer that no known mistake explains.
+
+Each clue is a sentence, or None where it does not apply. They look at the first wrong answer that
+has numbers, and then at what the wrong cases have in common.
+"""
+
+import numpy as np
+
+from flashref.check.answers import tolerance, wrong_places
+from flashref.check.faulty import Attention, each_head
+
+MOST = 4  #: clues in a report
+
+
+def find(exercise, learner, tried):
+    """Return a few sentences on the wrong answers, the most telling first.
+
+    Parameters
+    ----------
+    exercise : Exercise
+    learner : Learner
+    tried : list of matching.Tried
+        All cases and what came of them.
+
+    Returns
+    -------
+    sentences : list of str
+    """
+    wrong = [t for t in tried if t.problem is not None]
+    found = []
+    for t in wrong:
+        if t.got is not None and t.problem.index is not None:
+            found = [sentence for clue in CLUES if (sentence := clue(t))]
+            break
+    found += [sentence for clue in ABOUT_CASES if (sentence := clue(tried, wrong))]
+    return list(dict.fromkeys(found))[:MOST]
+
+
+def _wrong(t):
+    """Return (name, got, right, where it is wrong) of the output that is wrong."""
+    name = t.problem.output
+    got, right = t.got[name], np.asarray(t.right[name])
+    return name, got, right, wrong_places(got, right, tolerance(t.case))
+
+
+def _close(a, b, t):
+    """Whether two arrays agree everywhere."""
+    return a.shape == b.shape and not wrong_places(a, b, tolerance(t.case)).any()
+
+
+# --- the first wrong answer ---------------------------------------------------------------------
+
+
+def which_outputs(t):
+    """Say which of several results are right."""
+    names = list(t.got)
+    if len(names) == 1:
+        return None
+    fine = [name for name in names if _close(t.got[name], np.asarray(t.right[name]), t)]
+    wrong = [name for name in names if name not in fine]
+    if not fine:
+        return None
+    return f"{_and(fine)} {_is(fine)} right; {_and(wrong)} {_is(wrong)} not."
+
+
+def all_zero(t):
+    """Say that nothing but zeros came out."""
+    name, got, right, _ = _wrong(t)
+    if got.dtype != object and got.size and not got.any() and right.any():
+        return f"Your {name} is 0 everywhere. Is the result written where it is returned from?"
+    return None
+
+
+def not_a_number(t):
+    """Say which rows are NaN."""
+    name, got, _, _ = _wrong(t)
+    if got.dtype == object or not np.isnan(got).any():
+        return None
+    if np.isnan(got).all():
+        return f"All of {name} is NaN: 0/0, inf - inf or 0 · inf happens somewhere in every row."
+    if got.ndim < 2:
+        return None
+    rows = np.isnan(got).any(axis=-1)
+    if rows.all() or not np.isnan(got[rows]).all():
+        return None
+    return f"NaN fills {_rows(rows, name)}; the others have numbers."
+
+
+def constant_factor(t):
+    """Say that the answer is right up to a factor, one for all or one per row."""
+    name, got, right, _ = _wrong(t)
+    if got.dtype == object or got.size < 2 or not np.isfinite(got).all() or not got.any():
+        return None
+    factor = _factor(got, right)
+    if factor is not None and _close(got, factor * right, t):
+        if abs(factor + 1) < 1e-6:
+            return f"Your {name} is right with the opposite sign."
+        return f"Your {name} is {_nice(factor)} times the right one, everywhere."
+    shift = np.median(got - right) if np.isfinite(right).all() else 0
+    if shift and name == "lse" and _close(got, right + shift, t):
+        return f"Your {name} is right up to a constant: {shift:+.6g} everywhere."
+    if got.ndim < 2 or got.shape[-1] < 2:
+        return None
+    rows = [(_factor(a, b), a, b) for a, b in zip(_flat(got), _flat(right), strict=True)]
+    if all(f is not None and _close(a, f * b, t) for f, a, b in rows):
+        shown = ", ".join(f"{f:.4g}" for f, _, _ in rows[:4])
+        more = ", ..." if len(rows) > 4 else ""
+        return (
+            f"Each row of {name} is right up to a factor of its own ({shown}{more}): look at what "
+            f"a row is divided by, or measured against."
+        )
+    return None
+
+
+def uniform_weights(t):
+    """Say that every key has the same weight."""
+    if "v" not in t.case or t.problem.output != "o":
+        return None
+    _, got, right, _ = _wrong(t)
+    means = np.broadcast_to(t.case["v"].mean(axis=-2, keepdims=True), right.shape)
+    if t.case["v"].shape[-2] > 1 and _close(got, means, t):
+        return "Every row is the mean of V: all keys have the same weight, whatever their scores."
+    return None
+
+
+def swapped_axes(t):
+    """Say that rows or heads are in another order."""
+    name, got, right, _ = _wrong(t)
+    if got.dtype == object or right.ndim < 2:
+        return None
+    if right.shape[-2] > 1 and _close(got, right[..., ::-1, :], t):
+        return f"The rows of {name} are in the opposite order."
+    if right.ndim > 2:
+        for axis in range(right.ndim - 2):
+            n = right.shape[axis]
+            for order in (np.arange(n)[::-1], np.roll(np.arange(n), 1), np.roll(np.arange(n), -1)):
+                if n > 1 and _close(got, right.take(order, axis=axis), t):
+                    return f"The numbers are right, but in the wrong order along axis {axis}."
+        # a reshape where a transpose belongs
+        moved = right.swapaxes(-3, -2).reshape(right.shape)
+        if _close(got, moved, t):
+            return (
+                "Heads and rows are mixed up: the numbers of (n, heads) stand where (heads, n) "
+                "belong. A reshape does not swap axes."
+            )
+    return None
+
+
+def some_keys_only(t):
+    """Say that the answer is attention over the first, or the last, so many keys."""
+    if t.problem.output != "o" or "block_mask" in t.case or "q" not in t.case:
+        return None
+    n_k = t.case["k"].shape[-2]
+    if n_k > 300 or n_k < 2:
+        return None
+    _, got, _, bad = _wrong(t)
+    rows = bad.any(axis=-1)
+    right = Attention()
+    seen, _, _ = right._visible(t.case)
+
+    def over(keys):
+        def run(Q, K, V):
+            S = np.where(seen & keys, right._scale(t.case) * Q @ K.T, -np.inf)
+            return right._head(S, seen & keys, V, len(seen), n_k, 0)
+
+        with np.errstate(all="ignore"):
+            return each_head("grouped", run, t.case["q"], t.case["k"], t.case["v"])[0]
+
+    j = np.arange(n_k)
+    for c in range(n_k - 1, 0, -1):
+        if _close(got[rows], over(j < c)[rows], t):
+            which = f"key {c}" if c == n_k - 1 else f"the keys {c} to {n_k - 1}"
+            return f"{_rows(rows, 'o').capitalize()}: attention without {which}."
+        if _close(got[rows], over(j >= n_k - c)[rows], t):
+            which = "key 0" if c == n_k - 1 else f"the keys 0 to {n_k - c - 1}"
+            return f"{_rows(rows, 'o').capitalize()}: attention without {which}."
+    return None
+
+
+def mask_turned_round(t):
+    """Say that True and False have changed roles in a mask."""
+    if t.case.get("mask") is None or t.problem.output != "o":
+        return None
+    turned = Attention()._visible(t.case)[0]
+    if not (~turned).any(axis=-1).all():
+        return None
+    inputs = {**t.case.options, "mask": ~t.case["mask"]}
+    other = Attention()(_Turned(t.case, inputs), {"block_q": 1, "block_k": 1})
+    if _close(t.got["o"], other["o"], t):
+        return "Your mask works the other way round: True means that a pair is seen."
+    return None
+
+
+class _Turned:
+    """A case with other options."""
+
+    def __init__(self, case, options):
+        self.values = {**case.inputs, **options}
+
+    def __getitem__(self, role):
+        return self.values[role]
+
+    def __contains__(self, role):
+        return role in self.values
+
+    def get(self, role, default=None):
+        """Return a value or the default."""
+        return self.values.get(role, default)
+
+
+def rounded(t):
+    """Say that the answer has too few digits."""
+    name, got, right, bad = _wrong(t)
+    if got.dtype == object or not np.isfinite(got).all() or not np.isfinite(right).all():
+        return None
+    error = np.abs(got - right) / np.maximum(np.abs(right), 1e-2)
+    if error.max() > 3e-2 or bad.mean() < 0.3 or got.size < 4:
+        return None
+    digits = max(1, round(-np.log10(np.median(error[error > 0]))))
+    half = np.array_equal(got, got.astype(np.float16).astype(float)) and not np.array_equal(
+        got, np.round(got)
+    )
+    why = ": every number is one that float16 can hold" if half else ""
+    return (
+        f"Your {name} agrees with the right one to about {digits} digits{why}. Is something "
+        f"computed in low precision, or rounded?"
+    )
+
+
+def where_wrong(t):
+    """Say which rows or columns are wrong, if some are right."""
+    name, got, _, bad = _wrong(t)
+    if got.dtype == object or got.ndim < 1 or bad.all():
+        return None
+    if bad.ndim == 1:
+        return f"{_places(bad, 'place')} of {name} {'is' if bad.sum() == 1 else 'are'} wrong."
+    if bad.sum() == 1 and bad.size > 2:
+        return f"A single number is wrong, {name}[{', '.join(map(str, t.problem.index))}]."
+    rows, columns = bad.any(axis=-1), bad.reshape(-1, bad.shape[-1]).any(axis=0)
+    if rows.ndim == 1 and not rows.all():
+        return f"Only {_rows(rows, name)} {'is' if rows.sum() == 1 else 'are'} wrong."
+    if not columns.all():
+        return f"Only {_places(columns, 'column').lower()} of {name} are wrong."
+    if rows.ndim == 2 and not rows.all():
+        heads = rows.any(axis=1)
+        if not heads.all():
+            return f"Only {_places(heads, 'head').lower()} of {name} are wrong."
+    return None
+
+
+CLUES = (
+    which_outputs,
+    all_zero,
+    not_a_number,
+    uniform_weights,
+    mask_turned_round,
+    constant_factor,
+    swapped_axes,
+    some_keys_only,
+    rounded,
+    where_wrong,
+)
+
+
+# --- what the wrong cases have in common --------------------------------------------------------
+
+
+def earlier_answer(tried, wrong):
+    """Say that an answer belongs to an earlier call."""
+    for t in wrong:
+        for other in tried:
+            if other is t:
+                break
+            if t.got is None or not all(
+                t.got[n].dtype != object and np.shape(other.right[n]) == t.got[n].shape
+                for n in t.got
+            ):
+                continue
+            same = [_close(t.got[n], np.asarray(other.right[n]), t) for n in t.got]
+            differ = [
+                not _close(np.asarray(t.right[n]), np.asarray(other.right[n]), t) for n in t.got
+            ]
+            if all(same) and any(differ):
+                return (
+                    f"The answer to “{t.case.title}” is the right one for the earlier call "
+                    f"“{other.case.title}”. What does the function remember between calls?"
+                )
+    return None
+
+
+def only_when(tried, wrong):
+    """Say what all wrong cases have and no right one lacks."""
+    if not wrong or len(wrong) == len(tried):
+        return None
+    for what, test in SITUATIONS:
+        affected = [t for t in tried if test(t.case)]
+        if affected and all(test(t.case) for t in wrong) and len(affected) < len(tried):
+            every = len(wrong) == len(affected)
+            return f"Wrong only {what}, and there {'always' if every else 'sometimes'}."
+    return None
+
+
+def _options(name):
+    return lambda case: bool(
+        case.options.get(name) is not None and case.options.get(name) is not False
+    )
+
+
+def _ragged(place, axis):
+    def test(case):
+        if case.blocks is None or "q" not in case:
+            return False
+        return case[axis].shape[-2] % case.blocks[place] != 0
+
+    return test
+
+
+SITUATIONS = (
+    ("with a mask", _options("mask")),
+    ("with a window", _options("window")),
+    ("with scale given", _options("scale")),
+    ("with an axis given", _options("axis")),
+    ("where fewer key heads than query heads are given", lambda c: "fewer" in c.larger),
+    ("for more than one matrix, or row", lambda c: bool(c.larger)),
+    ("with causal=True and n_q ≠ n_k", lambda c: bool(c.get("causal")) and not c.square),
+    ("with causal=True", _options("causal")),
+    ("where scores are very large or very negative", lambda c: c.hunts),
+    ("where the last block of keys is shorter", _ragged(1, "k")),
+    ("where the last block of queries is shorter", _ragged(0, "q")),
+    ("where n_q ≠ n_k", lambda c: not c.square),
+)
+
+ABOUT_CASES = (earlier_answer, only_when)
+
+
+# --- words --------------------------------------------------------------------------------------
+
+
+def _factor(got, right):
+    """Return the factor between two arrays, or None if right is 0 or not finite."""
+    if not np.isfinite(right).all() or not np.isfinite(got).all():
+        return None
+    at = np.argmax(np.abs(right))
+    top = right.reshape(-1)[at]
+    return None if abs(top) < 1e-9 else float(got.reshape(-1)[at] / top)
+
+
+def _nice(factor):
+    for value, name in ((np.log2(np.e), "log₂ e = 1.4427"), (np.log(2), "log 2 = 0.6931")):
+        if abs(factor / value - 1) < 1e-4:
+            return name
+    return f"{factor:.5g}"
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def _and(names):
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+def _is(names):
+    return "is" if len(names) == 1 else "are"
+
+
+def _rows(rows, name):
+    if rows.ndim > 1:
+        return f"{int(rows.sum())} of {rows.size} rows of {name}"
+    return f"{_places(rows, 'row').lower()} of {name}"
+
+
+def _places(flags, noun):
+    """Return "Row 3", "Rows 1, 2", "Rows 4 to 9 of 10"."""
+    at = np.flatnonzero(flags)
+    if len(at) == 1:
+        return f"{noun.capitalize()} {at[0]}"
+    if len(at) > 3 and at[-1] - at[0] == len(at) - 1:
+        return f"{noun.capitalize()}s {at[0]} to {at[-1]}"
+    more = ", ..." if len(at) > 6 else ""
+    return f"{noun.capitalize()}s {', '.join(str(i) for i in at[:6])}{more}"

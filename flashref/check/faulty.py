@@ -1,0 +1,491 @@
+"""The known mistakes as functions: one algorithm for each exercise, with a switch for each fault.
+
+Every switch is off by default, and then the answer is right. `mistakes.py` says which switch makes
+which mistake and what a learner is told; here is only what goes wrong. Plain NumPy in float64, for
+small arrays: it explains an answer that was wrong, and is never taken for the right one.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+INF = np.inf
+
+
+def without_warnings(method):
+    """Let a method overflow and divide by 0 in silence: that is what it is there for."""
+
+    @functools.wraps(method)
+    def quiet(*args, **kwargs):
+        with np.errstate(all="ignore"):
+            return method(*args, **kwargs)
+
+    return quiet
+
+
+def finite(m):
+    """Return m with 0 for -inf."""
+    return np.where(np.isneginf(m), 0, m)
+
+
+def nonzero(l):
+    """Return l with 1 for 0."""
+    return np.where(l == 0, 1, l)
+
+
+def blocks(n, size, drop_tail=False):
+    """Return the slices that cut n rows into blocks; the last, shorter one may be left out."""
+    end = n - n % size if drop_tail else n
+    return [slice(start, min(start + size, n)) for start in range(0, end, size)]
+
+
+# --- softmax ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """Softmax along an axis."""
+
+    maximum: str = "row"  #: "row" or "none"
+    over: str = "row"  #: "row"; "column" (axis -2) or "first" (axis 0) for the wrong axis
+    divide: bool = True
+    by_log: bool = False  #: exp(x - log(sum(exp(x)))) in place of a division
+    tiled = False
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"p": weights} for x."""
+        x, axis = case["x"], case.get("axis", -1)
+        if self.over != "row" and x.ndim > 1:
+            axis = 0 if self.over == "first" else x.ndim - 2
+        m = x.max(axis=axis, keepdims=True) if self.maximum == "row" else 0
+        e = np.exp(x - m)
+        l = e.sum(axis=axis, keepdims=True)
+        if self.by_log:
+            return {"p": np.exp(x - m - np.log(l))}
+        return {"p": e / l if self.divide else e}
+
+
+@dataclass(frozen=True)
+class OnlineSoftmax:
+    """Softmax in two passes, the first one block by block."""
+
+    start: float = -INF  #: the maximum before the first block
+    maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
+    rescale: str = "yes"  #: "yes", "no" or "inverted"
+    tail: str = "kept"  #: "kept", "zero" (its weights are 0), or "unseen" (not in m and l only)
+    divide: bool = True
+    guard: bool = True  #: 0 instead of 0/0
+
+    @property
+    def tiled(self):
+        """Whether the size of a block makes a difference."""
+        return self.maximum == "own" or self.rescale != "yes" or self.tail != "kept"
+
+    @property
+    def least_block(self):
+        """The smallest block worth a guess: with blocks of one this is right, or is no softmax."""
+        return 2 if self.maximum == "own" or self.tail != "kept" else 1
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"p": weights} for x."""
+        x, axis = case["x"], case.get("axis", -1)
+        s = np.moveaxis(x, axis, -1)
+        n = s.shape[-1]
+        m, l = np.full(s.shape[:-1], self.start), np.zeros(s.shape[:-1])
+        cut = blocks(n, given["block"], drop_tail=self.tail != "kept")
+        for cols in cut:
+            m_block = s[..., cols].max(axis=-1)
+            m_new = {"running": np.maximum(m, m_block), "own": m_block, "none": m}[self.maximum]
+            l = correction(m, m_new, self.rescale if self.maximum == "running" else "no") * l
+            l = l + np.exp(s[..., cols] - finite(m_new)[..., None]).sum(axis=-1)
+            m = m_new
+        p = np.exp(s - m[..., None])
+        if self.divide:
+            p = p / (nonzero(l) if self.guard else l)[..., None]
+        if self.tail == "zero":
+            p[..., cut[-1].stop if cut else 0 :] = 0
+        return {"p": np.moveaxis(p, -1, axis)}
+
+
+def correction(m, m_new, how, guard=True):
+    """Return the factor on what was gathered before the maximum rose from m to m_new."""
+    if how == "no":
+        return np.ones_like(m_new)
+    alpha = np.exp(m - (finite(m_new) if guard else m_new))
+    if how == "inverted":
+        alpha = np.where(np.isneginf(m), 1, np.exp(m_new - m))
+    return alpha
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Merge:
+    """Two parts (o, lse) of attention into one."""
+
+    average: bool = False  #: o is the mean of the two
+    lse_added: bool = False  #: lse is the sum of the two
+    base: float = math.e  #: of the weights and of the logarithm
+    guard: bool = True
+    guard_lse: bool = True
+    maximum: bool = True  #: subtract the larger lse before exp
+    tiled = False
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}."""
+        o_a, o_b, lse_a, lse_b = (case[name] for name in ("o_a", "o_b", "lse_a", "lse_b"))
+        m = np.maximum(lse_a, lse_b) if self.maximum else np.zeros_like(lse_a)
+        shift = finite(m) if self.guard else m
+        w_a, w_b = self.base ** (lse_a - shift), self.base ** (lse_b - shift)
+        total = w_a + w_b
+        o = (w_a[..., None] * o_a + w_b[..., None] * o_b) / (
+            nonzero(total) if self.guard else total
+        )[..., None]
+        lse = m + np.log(total) / math.log(self.base)
+        if self.guard_lse:
+            lse = np.where(np.isneginf(m), -INF, lse)
+        if self.average:
+            o = (o_a + o_b) / 2
+        if self.lse_added:
+            lse = lse_a + lse_b
+        return {"o": o, "lse": lse}
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def positions(n_q, n_k, rule, causal, window):
+    """Return the (n_q, n_k) pairs that the rule lets a query see."""
+    i, j = np.arange(n_q)[:, None], np.arange(n_k)
+    off = n_k - n_q
+    seen = np.ones((n_q, n_k), bool)
+    if causal:
+        seen = {
+            "right": j <= i + off,
+            "ignored": seen,
+            "strict": j < i + off,
+            "one more": j <= i + off + 1,
+            "top-left": j <= i,
+            "future": j >= i + off,
+        }[rule if rule != "one more left" else "right"]
+    if window is not None:
+        left, right = window
+        left += rule == "one more left"
+        seen = seen & (j >= i + off - left) & (j <= i + off + right)
+    return seen
+
+
+def kv_head(how, h, n_heads, n_kv):
+    """Return the key head that query head h reads."""
+    if how == "first":
+        return 0
+    return h % n_kv if how == "tiled" else h // (n_heads // n_kv)
+
+
+def each_head(how, run, q, k, v):
+    """Run a function of 2-D arrays on every head; return its results, stacked like q's heads."""
+    if q.ndim == 2:
+        return run(q, k, v)
+    lead, results = q.shape[:-2], []
+    for index in np.ndindex(lead):
+        kv = (*index[:-1], kv_head(how, index[-1], q.shape[-3], k.shape[-3]))
+        results.append(run(q[index], k[kv], v[kv]))
+    stacked = [np.stack(parts) for parts in zip(*results, strict=True)]
+    return tuple(x.reshape(*lead, *x.shape[1:]) for x in stacked)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Tiled attention, key blocks from left to right."""
+
+    scale: str = "right"  #: "right", "missing" or "1/d"
+    sees: str = "right"  #: a rule of `positions`
+    fill: float = -INF  #: the score of a pair that is not seen
+    fill_added: bool = False  #: added to the score instead of taking its place
+    sparse: str = "right"  #: block mask: "right", "ignored", or "zero" (its pairs score 0)
+    heads: str = "grouped"  #: "grouped", "first" or "tiled"
+    tail_keys: str = "kept"  #: "kept", "dropped" or "zeros" (padded with keys that score 0)
+    tail_queries: str = "kept"  #: "kept" or "dropped"
+    skip: bool = False  #: tiles without a visible pair are not visited
+    whole_diagonal: bool = False  #: a tile with any visible pair counts as wholly visible
+    start: float = -INF  #: the maximum before the first block
+    maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
+    rescale_l: str = "yes"  #: "yes", "no" or "inverted"
+    rescale_o: str = "yes"
+    step_guard: bool = True  #: against -inf - -inf while a row has seen nothing
+    summed: bool = False  #: softmax in each block by itself, results added
+    divide: bool = True
+    #: 0 instead of 0/0: where nothing was "seen", wherever l is 0 ("l"), "no"; the same with an lse
+    #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
+    guard: str = "seen"
+    lse: str = "right"  #: "right", "no maximum" or "base 2"
+
+    @property
+    def tiled(self):
+        """Whether the size of a block makes a difference."""
+        return self._rows_matter or self._cols_matter
+
+    @property
+    def least_block(self):
+        """The smallest block worth a guess: with blocks of one this is right, or no attention."""
+        cut = self.tail_keys != "kept" or self.tail_queries != "kept" or self.whole_diagonal
+        return 2 if cut or self.skip or self.summed or self.maximum == "own" else 1
+
+    @property
+    def _rows_matter(self):
+        return self.whole_diagonal or self.skip or self.tail_queries != "kept"
+
+    @property
+    def _cols_matter(self):
+        rescaled = self.rescale_l == self.rescale_o == "yes" and self.maximum != "own"
+        whole = self.tail_keys == "kept" and not self.summed and self.step_guard
+        return self.whole_diagonal or self.skip or not (rescaled and whole)
+
+    def may_show(self, case):
+        """Whether this can give a wrong answer on a case, as far as is seen without computing."""
+        masked = any(case.get(name) is not None for name in ("window", "mask", "block_mask"))
+        masked = masked or bool(case.get("causal"))
+        needs_mask = Attention(
+            sees=self.sees, fill=self.fill, fill_added=self.fill_added, skip=self.skip,
+            whole_diagonal=self.whole_diagonal, step_guard=self.step_guard, guard=self.guard,
+        )  # fmt: skip
+        if self == needs_mask:
+            return masked
+        if self == Attention(heads=self.heads, guard=self.guard):
+            return case["q"].ndim > 2
+        return self != Attention(sparse=self.sparse, guard=self.guard) or "block_mask" in case
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}."""
+        q, k, v = case["q"], case["k"], case["v"]
+        seen, zero, pad = self._visible(case)
+        B_r = given["block_q"] if self._rows_matter else max(len(seen), 1)
+        B_c = given["block_k"] if self._cols_matter else max(seen.shape[1], 1)
+        if self.whole_diagonal:
+            for rows in blocks(len(seen), B_r):
+                for cols in blocks(seen.shape[1], B_c):
+                    seen[rows, cols] = seen[rows, cols].any()
+
+        def run(Q, K, V):
+            S = self._scale(case) * Q @ K.T
+            S = np.where(seen, S, S + self.fill if self.fill_added else self.fill)
+            return self._head(np.where(zero, 0, S), seen | zero, V, B_r, B_c, pad)
+
+        o, lse = each_head(self.heads, run, q, k, v)
+        return {"o": o, "lse": lse}
+
+    def _scale(self, case):
+        d = case["q"].shape[-1]
+        if self.scale == "missing":
+            return 1.0
+        if case.get("scale") is not None:
+            return case["scale"]
+        return 1.0 / d if self.scale == "1/d" else d**-0.5
+
+    def _visible(self, case):
+        """Return which pairs are seen, which score 0 instead, and the score of a padding key."""
+        n_q, n_k = case["q"].shape[-2], case["k"].shape[-2]
+        causal, window, mask = (case.get(name) for name in ("causal", "window", "mask"))
+        seen = positions(n_q, n_k, self.sees, causal, window)
+        if mask is not None:
+            seen = seen & mask
+        zero = np.zeros_like(seen)
+        if "block_mask" in case and self.sparse != "ignored":
+            rows, cols = case.blocks
+            there = case["block_mask"].repeat(rows, axis=0)[:n_q].repeat(cols, axis=1)[:, :n_k]
+            zero = seen & ~there & (self.sparse == "zero")
+            seen = seen & there
+        masked = causal or window is not None or mask is not None
+        return seen, zero, -INF if masked else 0.0
+
+    def _head(self, S, seen, V, B_r, B_c, pad):
+        O, L = np.zeros((len(S), V.shape[1])), np.full(len(S), -INF)
+        for rows in blocks(len(S), B_r, self.tail_queries == "dropped"):
+            n, visited = len(S[rows]), False
+            m, l, O_i, touched = np.full(n, self.start), np.zeros(n), O[rows], np.zeros(n, bool)
+            for cols in blocks(len(V), B_c, self.tail_keys == "dropped"):
+                visible = seen[rows, cols]
+                if self.skip and not visible.any():
+                    continue
+                S_ij, V_j, visited = S[rows, cols], V[cols], True
+                touched |= visible.any(axis=1) | (self.fill != -INF)
+                if self.tail_keys == "zeros":
+                    missing = (0, B_c - len(V_j))
+                    S_ij = np.pad(S_ij, ((0, 0), missing), constant_values=pad)
+                    V_j = np.pad(V_j, (missing, (0, 0)))
+                m_new = self._maximum(m, S_ij)
+                P = np.exp(S_ij - (finite(m_new) if self.step_guard else m_new)[:, None])
+                if self.summed:
+                    own = np.exp(S_ij - finite(S_ij.max(axis=1))[:, None])
+                    O_i = O_i + own @ V_j / nonzero(own.sum(axis=1))[:, None]
+                else:
+                    O_i = self._correction(m, m_new, self.rescale_o)[:, None] * O_i + P @ V_j
+                l = self._correction(m, m_new, self.rescale_l) * l + P.sum(axis=1)
+                m = m_new
+            O[rows], L[rows] = self._finish(m, l, O_i, ~touched, visited)
+        return O, L
+
+    def _maximum(self, m, S_ij):
+        if self.maximum == "none":
+            return np.zeros_like(m)
+        m_block = S_ij.max(axis=1)
+        if self.maximum == "own":
+            return np.where(np.isneginf(m_block), m, m_block)
+        return np.maximum(m, m_block)
+
+    def _correction(self, m, m_new, how):
+        return correction(m, m_new, how if self.maximum == "running" else "no", self.step_guard)
+
+    def _finish(self, m, l, O_i, empty, visited):
+        if self.divide and not self.summed:
+            O_i = O_i / (nonzero(l) if self.guard == "l" else l)[:, None]
+        L_i = np.log(l) + (0 if self.lse == "no maximum" else m)
+        if self.lse == "base 2":
+            L_i = L_i * math.log2(math.e)
+        if self.guard == "seen":
+            O_i, L_i = np.where(empty[:, None], 0, O_i), np.where(empty, -INF, L_i)
+        if self.guard == "nan" or (self.guard == "visited" and visited):
+            L_i = np.where(empty, np.nan, L_i)
+        return O_i, L_i
+
+
+@dataclass(frozen=True)
+class ColumnAttention:
+    """Attention whose softmax runs over the queries, for every key by itself."""
+
+    axis: int = -2  #: 0 goes over the batch, or the heads, where there are any
+    tiled = False
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}; lse is right."""
+        right = Attention()
+        seen, _, _ = right._visible(case)
+        q, k, v = case["q"], case["k"], case["v"]
+        group = 1 if q.ndim == 2 else q.shape[-3] // k.shape[-3]
+        k, v = (x if group == 1 else np.repeat(x, group, axis=-3) for x in (k, v))
+        S = np.where(seen, right._scale(case) * q @ k.swapaxes(-1, -2), -INF)
+        P = np.exp(S - finite(S.max(axis=self.axis, keepdims=True)))
+        P = P / nonzero(P.sum(axis=self.axis, keepdims=True))
+        return {"o": P @ v, "lse": right(case, given)["lse"]}
+
+
+# --- the backward pass --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The gradients of attention, with P computed again."""
+
+    d_term: bool = True
+    d_from_p: bool = False  #: D = rowsum(P * dP) in place of rowsum(dO * O)
+    normalised: bool = True  #: P = exp(S - lse), not exp(S - row maximum)
+    scale_dq: bool = True
+    scale_dk: bool = True
+    dq_last: str = ""  #: dq keeps the share of the "last" block, or of the last one "visited", only
+    sees: str = "right"  #: "right", "ignored" (all of causal), or "in lse" (not in P)
+    last_of_group: bool = False  #: dk and dv of the last query head that reads the key head
+    guard: bool = True  #: P = 0 in rows that see nothing
+    skip: bool = False  #: tiles without a visible pair are not visited
+
+    @property
+    def tiled(self):
+        """Whether the size of a block makes a difference."""
+        return bool(self.dq_last) or self.skip
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"dq": ..., "dk": ..., "dv": ...}."""
+        do, q, k, v = (case[name] for name in ("do", "q", "k", "v"))
+        if q.ndim == 2:
+            return dict(zip(("dq", "dk", "dv"), self._head(case, given, do, q, k, v), strict=True))
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        for index in np.ndindex(q.shape[:-2]):
+            kv = (*index[:-1], kv_head("grouped", index[-1], q.shape[-3], k.shape[-3]))
+            dq[index], dK, dV = self._head(case, given, do[index], q[index], k[kv], v[kv])
+            dk[kv] = dK + (0 if self.last_of_group else dk[kv])
+            dv[kv] = dV + (0 if self.last_of_group else dv[kv])
+        return {"dq": dq, "dk": dk, "dv": dv}
+
+    def _head(self, case, given, dO, Q, K, V):
+        scale = Attention()._scale(case)
+        causal = case.get("causal", False)
+        seen = positions(len(Q), len(K), "right", causal and self.sees != "ignored", None)
+        S = scale * Q @ K.T
+        S_seen = np.where(seen, S, -INF)
+        m = S_seen.max(axis=1, initial=-INF)
+        l = np.exp(S_seen - finite(m)[:, None]).sum(axis=1)
+        P_right = np.exp(S_seen - finite(m)[:, None]) / nonzero(l)[:, None]
+        subtract = m + np.log(l) if self.normalised else m
+        P = np.exp((S if self.sees == "in lse" else S_seen) - subtract[:, None])
+        if self.guard:
+            P[np.isneginf(m)] = 0
+        visited = self._visited(seen, given)
+        P = np.where(visited, P, 0)
+        dP = dO @ V.T
+        D = (P * dP if self.d_from_p else dO @ V.T * P_right).sum(axis=1)
+        dS = P * (dP - D[:, None]) if self.d_term else P * dP
+        dQ = np.where(self._lasting(visited, given), dS, 0) if self.dq_last else dS
+        dQ = dQ @ K * (scale if self.scale_dq else 1)
+        return dQ, dS.T @ Q * (scale if self.scale_dk else 1), P.T @ dO
+
+    def _visited(self, seen, given):
+        """Return the pairs in tiles that are visited."""
+        if not (self.skip or self.dq_last == "visited"):
+            return np.ones_like(seen)
+        visited = np.zeros_like(seen)
+        for rows in blocks(len(seen), given["block_q"]):
+            for cols in blocks(seen.shape[1], given["block_k"]):
+                visited[rows, cols] = seen[rows, cols].any()
+        return visited
+
+    def _lasting(self, visited, given):
+        """Return the pairs whose share of dq is not overwritten by a later block."""
+        block = np.arange(visited.shape[1]) // given["block_k"]
+        last = np.where(visited, block, -1).max(axis=1, initial=-1)
+        return block == last[:, None]
+
+
+# --- counts -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """The paper's block sizes, B_c = ⌈M/4d⌉ and B_r = min(B_c, d)."""
+
+    swapped: bool = False
+    floor: bool = False
+    tiled = False
+
+    def __call__(self, case, given):
+        """Return {"sizes": (B_r, B_c)}."""
+        M, d = case["sram_elements"], case["d"]
+        B_c = max(1, M // (4 * d)) if self.floor else -(-M // (4 * d))
+        B_r = min(B_c, d)
+        return {"sizes": (B_c, B_r) if self.swapped else (B_r, B_c)}
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The traffic of FlashAttention-2, in elements."""
+
+    keys_once: bool = False  #: K and V are read once, not once for every query block
+    floor: bool = False  #: T_r = n_q // B_r
+    query_reloaded: bool = False  #: Q_i is read again for every key block
+    tiled = False
+
+    def __call__(self, case, given):
+        """Return {"traffic": (loads, stores)}."""
+        n_q, n_k, d, d_v = (case[name] for name in ("n_q", "n_k", "d", "d_v"))
+        B_r, B_c = given["block_q"], given["block_k"]
+        T_r = n_q // B_r if self.floor else -(-n_q // B_r)
+        loads_q = n_q * d * (-(-n_k // B_c) if self.query_reloaded else 1)
+        loads_kv = n_k * (d + d_v) * (1 if self.keys_once else T_r)
+        return {"traffic": (loads_q + loads_kv, n_q * (d_v + 1))}

@@ -1,0 +1,228 @@
+"""Which mistake it was: the one whose answers are the answers seen, on every case tried.
+
+No name is better than a wrong one. `clues` says what can still be said when no mistake fits.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from flashref.check.answers import tolerance, wrong_places
+from flashref.check.mistakes import CATALOGUE
+
+ARITHMETIC = ("OverflowError", "ZeroDivisionError", "FloatingPointError")
+HIDDEN_BLOCKS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 64, 100, 128, 256, 512, 1024)
+
+
+@dataclass
+class Tried:
+    """One case and what the function answered: arrays, or an error in their place."""
+
+    case: object
+    right: dict
+    got: dict | None
+    error: object = None
+    problem: object = None  #: None where the answer is right
+
+    @property
+    def arithmetic(self):
+        """Whether an error stands for numbers that are not finite: plain Python raises there."""
+        if self.error is None:
+            return False
+        log_of_zero = self.error.kind == "ValueError" and (
+            "math domain" in self.error.text or "positive input" in self.error.text
+        )
+        return self.error.kind in ARITHMETIC or log_of_zero
+
+
+def name_mistakes(exercise, learner, tried):
+    """Return the mistakes that explain every answer, in the order of the catalogue.
+
+    Parameters
+    ----------
+    exercise : Exercise
+    learner : Learner
+    tried : list of Tried
+
+    Returns
+    -------
+    mistakes : list of Mistake
+        Empty if none fits.
+    """
+    evidence = _Evidence(exercise, learner, tried)
+    if not evidence.failed:
+        return []
+    # the plainest explanation first: the block sizes that were asked for, before hidden ones; one
+    # mistake, before one with 0/0 in empty rows besides
+    for unguarded in (False, True):
+        for hidden in (False, True):
+            named = [m for m in CATALOGUE if evidence.explained_by(m, hidden, unguarded)]
+            if named:
+                return named
+    return []
+
+
+def partly(exercise, learner, tried):
+    """Return (mistake, number of wrong answers it explains) for the one that explains most.
+
+    It must explain the first wrong answer, and more than that one; (None, 0) if none does.
+    """
+    evidence = _Evidence(exercise, learner, tried)
+    first = next((t for t in tried if t in evidence.failed), None)
+    best, most = None, 0
+    for mistake in CATALOGUE if first is not None else ():
+        for form, given in evidence.hypotheses(mistake, hidden=False):
+            if _explains(form, given, first, only_wrong=True):
+                explained = sum(_explains(form, given, t, only_wrong=True) for t in evidence.failed)
+                if explained > most:
+                    best, most = mistake, explained
+    return (best, most) if most > 1 else (None, 0)
+
+
+class _Evidence:
+    """All answers of one function, and what could explain them."""
+
+    def __init__(self, exercise, learner, tried):
+        self.exercise, self.learner = exercise, learner
+        # small cases first, and the wrong ones of them: most hypotheses are out after a few
+        comparable = [t for t in tried if t.got is not None or t.arithmetic]
+        self.tried = sorted(
+            comparable, key=lambda t: (t.problem is None or _size(t.case) > 500, _size(t.case))
+        )
+        self.failed = [t for t in self.tried if t.problem is not None]
+        answers = [x for t in self.failed for x in (t.got or {}).values() if x.dtype != object]
+        shapes = [
+            x.shape for t in self.tried for x in t.case.inputs.values() if hasattr(x, "shape")
+        ]
+        self.longest = max((max(shape, default=1) for shape in shapes), default=1)
+        self.finite = all(np.isfinite(x).all() for x in answers)
+
+    def explained_by(self, mistake, hidden, unguarded):
+        """Whether a form of the mistake gives every answer seen."""
+        for form, given in self.hypotheses(mistake, hidden):
+            may_show = getattr(form, "may_show", lambda case: True)
+            if not unguarded:
+                if all(may_show(t.case) for t in self.failed) and _fits(form, given, self.tried):
+                    return True
+            elif not self.finite and getattr(form, "guard", "") == "seen":
+                for guard in ("no", "nan"):
+                    both = replace(form, guard=guard)
+                    if _fits(both, given, self.tried) and any(
+                        _wrong(form, given, t) for t in self.failed
+                    ):
+                        return True
+        return False
+
+    def hypotheses(self, mistake, hidden):
+        """Yield (form, given): each form of a mistake, with the block sizes the code may have.
+
+        `given` says for a case which blocks the function works with. A hidden size is the same for
+        all cases: the signature does not have it, or the code does not look at it.
+        """
+        sizes = [role for role in ("block_q", "block_k", "block") if self.learner.has(role)]
+        for form in mistake.forms.get(self.exercise.name, ()):
+            if not hidden:
+                if sizes or not form.tiled:
+                    yield form, _Given(self.learner)
+                continue
+            for size in HIDDEN_BLOCKS if form.tiled else ():
+                if not getattr(form, "least_block", 1) <= size <= self.longest:
+                    continue
+                yield form, _Given(self.learner, size, size)
+                if sizes == ["block_k"]:
+                    yield form, _Given(self.learner, size, None)
+                if sizes == ["block_q"]:
+                    yield form, _Given(self.learner, None, size)
+
+
+def _size(case):
+    return sum(getattr(x, "size", 1) for x in case.inputs.values())
+
+
+@dataclass(frozen=True)
+class _Given:
+    """The block sizes that a function works with; None: those that it is given."""
+
+    learner: object
+    block_q: int | None = None
+    block_k: int | None = None
+
+    def __call__(self, case):
+        """Return {"block_q", "block_k", "block"} on a case, or None where that cannot be known."""
+        q = self.block_q or self._asked(case, ("block_q", "block"), 0)
+        k = self.block_k or self._asked(case, ("block_k", "block"), 1)
+        return {"block_q": q, "block_k": k, "block": k} if q and k else None
+
+    def _asked(self, case, roles, place):
+        for role in roles:
+            if self.learner.has(role):
+                if case.blocks is not None:
+                    return case.blocks[place if role != "block" else 1]
+                default = self.learner.parameters[role].default
+                return default if isinstance(default, int) else None
+        return case.blocks[place] if case.blocks is not None else 1
+
+
+def _fits(form, given, tried):
+    """Whether a form gives every answer seen, and is itself wrong somewhere."""
+    return all(_explains(form, given, t, also_right=True) for t in tried)
+
+
+def _explains(form, given, t, also_right=False, only_wrong=False):
+    """Whether a form gives the answer seen.
+
+    A right answer only counts with `also_right`; with `only_wrong`, of several outputs only the one
+    that is wrong.
+    """
+    if t.problem is None and not also_right:
+        return False
+    blocks = given(t.case)
+    if blocks is None:  # cannot be known: no evidence for or against
+        return also_right
+    guess, tol = form(t.case, blocks), tolerance(t.case)
+    if t.got is None:
+        return any(
+            (~np.isfinite(np.asarray(guess[name], float)) & np.isfinite(right)).any()
+            for name, right in t.right.items()
+            if name in guess
+        )
+    shown = False
+    for name, got in t.got.items():
+        if only_wrong and name != t.problem.output:
+            continue
+        if not _alike(name, got, guess[name], tol):
+            return False
+        shown = shown or _shows(guess[name], t.right[name], tol)
+    return shown or t.problem is None
+
+
+def _wrong(form, given, t):
+    """Whether a form's answer on a case is wrong, in what the function returned."""
+    blocks, names = given(t.case), t.got if t.got is not None else t.right
+    if blocks is None:
+        return False
+    guess = form(t.case, blocks)
+    return any(_shows(guess[name], t.right[name], tolerance(t.case)) for name in names)
+
+
+def _shows(guess, right, tol):
+    dtype = object if isinstance(guess, tuple) else float
+    return bool(wrong_places(np.asarray(guess, dtype), np.asarray(right, dtype), tol).any())
+
+
+def _alike(name, got, guess, tol):
+    """Whether two arrays are the same, as far as a float32 answer can tell."""
+    if got.dtype == object:
+        return tuple(got) == tuple(guess)
+    if got.shape != guess.shape:
+        return False
+    same_kind = np.isfinite(got) == np.isfinite(guess)
+    if name == "lse":  # elsewhere the sign of an infinity hangs on the order of operations
+        same_kind &= np.isneginf(got) == np.isneginf(guess)
+    if not same_kind.all():
+        return False
+    here = np.isfinite(got)
+    a, b = got[here], guess[here]
+    # a mistake may make numbers less sure than the right answer's are
+    wide = min(10 * tol, 2e-2)
+    return bool((np.abs(a - b) <= wide * (1 + np.abs(b))).all())

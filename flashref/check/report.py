@@ -1,0 +1,381 @@
+"""What a check found out, in words: as text, as HTML for a notebook, and as JSON.
+
+A report shows the simplest case that goes wrong with its numbers, both answers side by side, what
+it looks like, and a question that leads on. It never shows the solution.
+"""
+
+import html
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flashref.check.answers import Problem, number, tolerance, wrong_places
+
+MOST_SHOWN = 32  #: numbers of an array that are printed; of larger ones only the shape
+TITLES_SHOWN = 6  #: cases that are listed in text
+ROWS_SHOWN = 8  #: of a table of answers
+NOT_AN_ANSWER = ("not_written", "not_understood", "error")
+
+
+@dataclass
+class Failure:
+    """A case that went wrong."""
+
+    title: str
+    problem: Problem
+    case: Any = None
+    answer: Any = None  #: what came of the call: `calling.Answer`
+    right: dict | None = None
+    got: dict | None = None
+
+    @property
+    def kind(self):
+        """What sort of thing went wrong: "value", "nan", "shape", "error", ..."""
+        return self.problem.kind
+
+    @property
+    def inputs(self):
+        """The arguments of the call by their meaning, to run it again."""
+        return {} if self.case is None else {**self.case.inputs, **self.case.options}
+
+    def to_dict(self):
+        """Return the failure for JSON."""
+        problem = self.problem
+        error = getattr(self.answer, "error", None)
+        return {
+            "case": self.title,
+            "kind": problem.kind,
+            "sentence": problem.sentence,
+            "call": getattr(self.answer, "text", ""),
+            "output": problem.output,
+            "index": None if problem.index is None else list(problem.index),
+            "expected_there": _plain(problem.expected),
+            "got_there": _plain(problem.got),
+            "wrong": problem.wrong,
+            "total": problem.total,
+            "inputs": _plain(self.inputs),
+            "expected": _plain(self.right),
+            "got": _plain(self.got),
+            "error": None if error is None else {"text": error.text, "lines": error.lines},
+        }
+
+
+@dataclass
+class Report:
+    """The result of a check; `print` it, or let a notebook show it.
+
+    Attributes
+    ----------
+    check, function : str
+        The name of the check, and of the function that was checked.
+    passed : bool
+        Whether every answer was right.
+    mistake : str or None
+        The id of the known mistake whose answers are the ones seen, on every case tried.
+    failures : list of Failure
+        The cases that went wrong, the simplest first.
+    right : list of str
+        The cases that were answered rightly.
+    not_checked : list of str
+        Sizes that the function refused, which counts as not supported.
+    """
+
+    check: str
+    function: str
+    failures: list = field(default_factory=list)
+    right: list = field(default_factory=list)
+    not_checked: list = field(default_factory=list)
+    notes: list = field(default_factory=list)
+    mistakes: list = field(default_factory=list)  #: all known mistakes that fit, the first is named
+    partly: tuple = (None, 0)  #: (mistake, number of wrong answers that it explains), if none fits
+    clues: list = field(default_factory=list)  #: sentences, where no known mistake fits
+
+    @property
+    def passed(self):
+        """Whether every answer was right."""
+        return not self.failures
+
+    @property
+    def mistake(self):
+        """The id of the known mistake that was made, or None."""
+        return self.mistakes[0].id if self.mistakes else None
+
+    def __bool__(self):
+        return self.passed
+
+    def raise_if_failed(self):
+        """Raise AssertionError with the whole report unless the check passed."""
+        if not self.passed:
+            raise AssertionError("\n" + str(self))
+
+    def __str__(self):
+        return "\n".join(_as_text(part) for part in self._parts())
+
+    __repr__ = __str__
+
+    def _repr_html_(self):
+        parts = "".join(_as_html(part) for part in self._parts())
+        return f'<div style="max-width: 60em; line-height: 1.4">{parts}</div>'
+
+    def to_dict(self):
+        """Return everything as what JSON knows; numbers that are not finite become words."""
+        about = [
+            {"id": m.id, "sentence": m.sentence, "hint": m.hint, "read_again": m.read_again}
+            for m in self.mistakes
+        ]
+        partly, explained = self.partly
+        return {
+            "check": self.check,
+            "function": self.function,
+            "passed": self.passed,
+            "mistake": self.mistake,
+            "mistakes": about,
+            "partly": None if partly is None else {"id": partly.id, "cases": explained},
+            "clues": list(self.clues),
+            "failures": [failure.to_dict() for failure in self.failures],
+            "right": list(self.right),
+            "not_checked": list(self.not_checked),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self):
+        """Return `to_dict` as JSON text."""
+        return json.dumps(self.to_dict(), indent=2, allow_nan=False)
+
+    # --- the parts of a report, in their order: (kind, ...) ---
+
+    def _parts(self):
+        yield "title", *self._title()
+        if self.failures:
+            yield from self._first_failure(self.failures[0])
+            yield from self._what_it_looks_like()
+        if self.right and self.failures:
+            yield "list", "Right already", self.right
+        if self.not_checked:
+            yield "list", "Not checked, since your function refused it", self.not_checked
+        for note in self.notes:
+            yield "text", "", note
+
+    def _title(self):
+        n = len(self.right)
+        if self.passed:
+            return True, f"{self.check}: right. {n} cases, from easy to nasty."
+        kind = self.failures[0].kind
+        if kind == "not_written":
+            return False, f"{self.check}: not written yet."
+        if kind == "not_understood":
+            return False, f"{self.check}: I do not know how to call this."
+        total = n + len(self.failures)
+        return False, f"{self.check}: not right yet. {n} of {total} cases are right."
+
+    def _first_failure(self, failure):
+        problem, kind = failure.problem, failure.kind
+        if kind == "not_written":
+            yield "text", "", f"Write {self.function}, then run the check again."
+            return
+        if kind == "not_understood":
+            yield "text", "", problem.sentence
+            return
+        yield "text", "The simplest case that goes wrong", failure.title
+        if failure.answer is not None and failure.answer.text:
+            yield "code", _call(failure)
+        error = getattr(failure.answer, "error", None)
+        if error is not None:
+            yield "text", "", problem.sentence
+            yield "code", "\n".join([*_indented(error.learner_traceback), error.text])
+        elif problem.index is not None and failure.right is not None:
+            yield "table", *_table(failure)
+            yield "text", "", problem.sentence
+        else:
+            yield "text", "", problem.sentence
+
+    def _what_it_looks_like(self):
+        if self.failures[0].kind in ("not_written", "not_understood"):
+            return
+        for mistake in self.mistakes[:1]:
+            yield "text", f"It looks like {mistake.id}", mistake.sentence
+            yield "text", "To think about", mistake.hint
+            yield "text", "To read again", mistake.read_again
+        for mistake in self.mistakes[1:3]:
+            yield "text", f"{mistake.id} would give the same", mistake.sentence
+        if self.mistakes:
+            return
+        mistake, explained = self.partly
+        if mistake is not None:
+            wrong = len(self.failures)
+            yield (
+                "text",
+                f"Part of it looks like {mistake.id}",
+                (
+                    f"{mistake.sentence} That explains {explained} of {wrong} wrong answers, so "
+                    f"something else is wrong too."
+                ),
+            )
+            yield "text", "To think about", mistake.hint
+            yield "text", "To read again", mistake.read_again
+        if self.failures[0].kind in ("value", "nan"):
+            if mistake is None:
+                yield "text", "", "No mistake that I know gives these numbers."
+        if self.clues:
+            yield "sentences", "What can be said", self.clues
+
+
+# --- showing ------------------------------------------------------------------------------------
+
+
+def _call(failure):
+    """Return the call, and its arrays in full where they are small."""
+    lines = [failure.answer.text]
+    for role, value in failure.inputs.items():
+        if isinstance(value, np.ndarray):
+            lines += _array_lines(role, value)
+    return "\n".join(lines)
+
+
+def _array_lines(name, array):
+    array = array.reshape(array.shape[array.ndim - 2 :]) if array.size == _last(array) else array
+    if array.size > MOST_SHOWN:
+        return [f"{name}: shape {array.shape} (report.failures[0].inputs[{name!r}])"]
+    if array.dtype == bool:
+        text = np.array2string(array.astype(int), prefix=f"{name} = ")
+    else:
+        text = np.array2string(array, precision=4, suppress_small=True, prefix=f"{name} = ")
+    return [f"{name} = {text}"]
+
+
+def _last(array):
+    return int(np.prod(array.shape[-2:])) if array.ndim > 2 else -1
+
+
+def _table(failure):
+    """Return (headings, rows, marks) of expected and got around the worst place."""
+    problem = failure.problem
+    name, worst = problem.output, problem.index
+    right, got = failure.right[name], failure.got[name]
+    if got.dtype == object:
+        names = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}[name]
+        rows = [
+            (label, number(int(a)), _count(b), "" if a == b else "wrong")
+            for label, a, b in zip(names, right, got, strict=True)
+        ]
+        return (name, "expected", "yours", ""), rows
+    bad = wrong_places(got, right, tolerance(failure.case))
+    places = _places(right.shape, worst)
+    rows = []
+    for place in places:
+        label = f"{name}[{', '.join(map(str, place))}]"
+        mark = "wrong" if bad[place] else ""
+        rows.append((label, number(right[place]), number(got[place]), mark))
+        if place == worst:
+            rows[-1] = (*rows[-1][:3], "wrong, and here most" if bad.sum() > 1 else "wrong")
+    return ("", "expected", "yours", ""), rows
+
+
+def _count(x):
+    return number(int(x)) if float(x).is_integer() else f"{x}"
+
+
+def _places(shape, worst):
+    """Return up to ROWS_SHOWN places to show: all of a small array, else the row of the worst."""
+    everything = list(np.ndindex(*shape))
+    if len(everything) <= ROWS_SHOWN:
+        return everything
+    row = [place for place in everything if place[:-1] == worst[:-1]]
+    start = max(0, min(worst[-1] - ROWS_SHOWN // 2, len(row) - ROWS_SHOWN))
+    return row[start : start + ROWS_SHOWN]
+
+
+def _indented(text):
+    return [line for line in text.splitlines() if line]
+
+
+def _as_text(part):
+    kind, *rest = part
+    if kind == "title":
+        return rest[1]
+    if kind == "text":
+        heading, text = rest
+        return _wrapped(f"{heading}: {text}" if heading else text)
+    if kind == "code":
+        return "\n".join(f"    {line}" for line in rest[0].splitlines())
+    if kind == "table":
+        headings, rows = rest
+        rows = [headings, *rows]
+        width = [max(len(row[i]) for row in rows) for i in range(3)]
+        return "\n".join(
+            f"    {a:{width[0]}}  {b:>{width[1]}}  {c:>{width[2]}}  {d}".rstrip()
+            for a, b, c, d in rows
+        )
+    heading, items = rest
+    if kind == "sentences":
+        return _wrapped(f"{heading}: {' '.join(items)}")
+    more = f"; and {len(items) - TITLES_SHOWN} more" if len(items) > TITLES_SHOWN else ""
+    return _wrapped(f"{heading}: {'; '.join(items[:TITLES_SHOWN])}{more}.")
+
+
+def _wrapped(text, width=96):
+    lines, line = [], ""
+    for word in text.split():
+        if line and len(line) + 1 + len(word) > width:
+            lines.append(line)
+            line = "  " + word
+        else:
+            line = f"{line} {word}" if line else word
+    return "\n".join([*lines, line])
+
+
+def _as_html(part):
+    kind, *rest = part
+    if kind == "title":
+        passed, text = rest
+        sign = "✓" if passed else "✗"
+        return f'<p style="margin: 0.4em 0"><b>{sign} {html.escape(text)}</b></p>'
+    if kind == "text":
+        heading, text = rest
+        heading = f"<b>{html.escape(heading)}:</b> " if heading else ""
+        return f'<p style="margin: 0.4em 0">{heading}{html.escape(text)}</p>'
+    if kind == "code":
+        style = "margin: 0.4em 0; padding: 0.2em 0 0.2em 1em; border-left: 2px solid currentColor"
+        return f'<pre style="{style}; overflow-x: auto">{html.escape(rest[0])}</pre>'
+    if kind == "table":
+        headings, rows = rest
+        cell = "padding: 0.1em 1em 0.1em 0; text-align: right; font-family: monospace"
+        lines = [
+            "<tr>"
+            + "".join(f'<th style="{cell}">{html.escape(h)}</th>' for h in headings)
+            + "</tr>"
+        ]
+        for row in rows:
+            weight = "bold" if row[3] else "normal"
+            cells = "".join(
+                f'<td style="{cell}; font-weight: {weight}">{html.escape(x)}</td>' for x in row
+            )
+            lines.append(f"<tr>{cells}</tr>")
+        return f'<table style="margin: 0.4em 1em; border: 0">{"".join(lines)}</table>'
+    heading, items = rest
+    listed = "".join(f"<li>{html.escape(item)}</li>" for item in items)
+    return (
+        f'<details style="margin: 0.4em 0"{"" if len(items) > TITLES_SHOWN else " open"}>'
+        f"<summary><b>{html.escape(heading)}</b> ({len(items)})</summary>"
+        f'<ul style="margin: 0.2em 0">{listed}</ul></details>'
+    )
+
+
+def _plain(value):
+    """Return arrays as lists, and numbers that JSON cannot hold as words."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return _plain(value.tolist())
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)

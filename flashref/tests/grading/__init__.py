@@ -1,0 +1,1 @@
+"""The homework command, and the checks inside the graders that courses use."""
