@@ -60,6 +60,10 @@ def block_sparse_attention(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
+    if block_mask is None:
+        raise TypeError(
+            "block_mask=None must be a boolean array (T_r, T_c), True = the tile is there"
+        )
     tiling = Tiling(io_model.forward_tiles, block_q, block_k, block_mask)
     return heads.forward(flash1.forward_head, q, k, v, options, tiling, return_lse)
 
@@ -109,6 +113,10 @@ def block_sparse_attention_backward(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
+    if block_mask is None:
+        raise TypeError(
+            "block_mask=None must be a boolean array (T_r, T_c), True = the tile is there"
+        )
     tiling = Tiling(io_model.fa1_backward_tiles, block_q, block_k, block_mask)
     return heads.backward(flash1.backward_head, do, q, k, v, dict(o=o, lse=lse), options, tiling)
 

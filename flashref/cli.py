@@ -19,7 +19,7 @@ COMMANDS = {
 EXIT_CODES = """\
 exit codes:
   0    all is well
-  1    the command ran and says no: a check failed, a goal was missed
+  1    the command ran and says no: a check failed
   2    the command could not be understood, or lacks a package that it names
   130  interrupted
 """

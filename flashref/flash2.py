@@ -202,10 +202,11 @@ def _forward(Q, K, V, O, L, scores, hbm):
 def _backward(dO, Q, K, V, O, L, dQ, dK, dV, scores, hbm):
     """Algorithm 2 of FlashAttention-2 for one head."""
     everything = slice(0, len(Q))
-    D = np.empty_like(L)
-    O_all, dO_all = hbm.load("O", O, everything), hbm.load("dO", dO, everything)
-    hbm.store("D", D, everything, (dO_all * O_all).sum(axis=1))  # line 4
     hbm.store("dQ", dQ, everything, 0)  # line 3
+    D = np.empty_like(L)
+    for rows in scores.row_blocks:  # line 4
+        O_i, dO_i = hbm.load("O", O, rows), hbm.load("dO", dO, rows)
+        hbm.store("D", D, rows, (dO_i * O_i).sum(axis=1))
     for cols in scores.col_blocks:  # line 5
         K_j = hbm.load("K", K, cols)  # line 6
         V_j = hbm.load("V", V, cols)

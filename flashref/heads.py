@@ -9,7 +9,6 @@ which holds BLAS to one thread meanwhile; without it the work is serial. No resu
 number: a job writes rows that no other touches, and the sum over a group of heads has one order.
 """
 
-import contextlib
 import functools
 import os
 import threading
@@ -32,6 +31,7 @@ from flashref.inputs import (
 from flashref.io_model import fitting_block
 from flashref.memory import DIRECT, Memory
 from flashref.scores import EMPTY, Scores, check_block_mask, check_causal, check_window
+from flashref.softmax import length
 
 # below 256 a tile's NumPy calls cost more than its arithmetic; the backward holds two tiles at once
 FORWARD_BLOCKS, BACKWARD_BLOCKS = (1024, 1024), (1024, 512)
@@ -150,6 +150,8 @@ class _Plan:
     def __init__(self, options, tiling, lead, n_q, n_k, d, d_v, dtype):
         self.lead, self.d, self.d_v, self.tiling, self.jobs = lead, d, d_v, tiling, []
         self.rules = check_rules(options, d)
+        if self.rules["softcap"] and self.rules["softcap"] > float(np.finfo(dtype).max):
+            self.rules["softcap"] = None  # no number reaches it
         self.mask = self.bias = self.slopes = self.block_mask = None
         if options.mask is not None:
             mask = bool_array("mask", options.mask, "; for additive values use bias")
@@ -159,9 +161,10 @@ class _Plan:
             self.bias = _per_head("bias", bias, lead, (n_q, n_k))
         if options.alibi_slopes is not None:
             slopes = float_array("alibi_slopes", options.alibi_slopes)
+            require(np.isfinite(slopes).all(), f"alibi_slopes={slopes} must all be finite")
             self.slopes = _broadcast("alibi_slopes", slopes, lead)
         self.hbm = _check_memory(options.memory)
-        self.block_q, self.block_k = self._block_sizes()
+        self.block_q, self.block_k = self._block_sizes(n_q, n_k)
         if tiling.block_mask is not None:
             sizes = (n_q, n_k, self.block_q, self.block_k)
             block_mask = check_block_mask(tiling.block_mask, *sizes)
@@ -201,7 +204,7 @@ class _Plan:
             with np.errstate(all="ignore"):  # masked NaN and inf are expected on the way
                 algorithm(*arrays, scores, self.hbm)
 
-        with _blas().limit(limits=1, user_api="blas") if _blas() else contextlib.nullcontext():
+        with _one_blas_thread:
             if threads == 1:
                 for job in jobs:
                     one(job)
@@ -209,25 +212,26 @@ class _Plan:
                 with ThreadPoolExecutor(threads) as pool:
                     list(pool.map(one, jobs))
 
-    def _block_sizes(self):
+    def _block_sizes(self, n_q, n_k):
         """Return (block_q, block_k): as asked for, or as large as pays and fits."""
-        defaults = self.tiling.default_blocks
-        limit, working_set = getattr(self.hbm, "sram_elements", None), self.tiling.working_set
-        if limit and working_set:
-            defaults = (fitting_block(limit, self.d, self.d_v, working_set) or 1,) * 2
         asked = (("block_q", self.tiling.block_q), ("block_k", self.tiling.block_k))
-        return [
-            default if value is None else count(name, value)
-            for default, (name, value) in zip(defaults, asked, strict=True)
-        ]
+        given = [None if value is None else count(name, value) for name, value in asked]
+        block_q, block_k = (g or d for g, d in zip(given, self.tiling.default_blocks, strict=True))
+        limit, working_set = self.hbm.sram_elements, self.tiling.working_set
+        if limit is not None and working_set and None in given:
+            tile = [b if n is None else min(b, n) for b, n in ((block_q, n_q), (block_k, n_k))]
+            if sum(working_set(*tile, self.d, self.d_v).values()) > limit:
+                fit = fitting_block(limit, self.d, self.d_v, working_set, *given) or 1
+                block_q, block_k = given[0] or fit, given[1] or fit
+        return block_q, block_k
 
     def _check_sram(self, scores):
         """Refuse a head whose largest tile does not fit, before anything has moved."""
-        limit, working_set = getattr(self.hbm, "sram_elements", None), self.tiling.working_set
+        limit, working_set = self.hbm.sram_elements, self.tiling.working_set
         if limit is None or working_set is None:
             return
         visited = {
-            (_length(scores.row_blocks[i]), _length(scores.col_blocks[j]))
+            (length(scores.row_blocks[i]), length(scores.col_blocks[j]))
             for i, j in np.argwhere(scores.kinds != EMPTY)
         }
         tiles = [working_set(rows, cols, self.d, self.d_v) for rows, cols in visited]
@@ -359,10 +363,6 @@ def _cast(x, dtype):
         return x.astype(dtype, copy=False)
 
 
-def _length(rows):
-    return rows.stop - rows.start
-
-
 @functools.cache
 def _blas():
     """Return threadpoolctl's hold on the BLAS threads, or None where it is not installed."""
@@ -371,3 +371,26 @@ def _blas():
     except ImportError:
         return None
     return ThreadpoolController()
+
+
+class _OneBlasThread:
+    """Hold BLAS to one thread while any call runs: the first sets it, the last restores it."""
+
+    def __init__(self):
+        self.lock, self.calls, self.limiter = threading.Lock(), 0, None
+
+    def __enter__(self):
+        with self.lock:
+            if self.calls == 0 and _blas():
+                self.limiter = _blas().limit(limits=1, user_api="blas")
+            self.calls += 1
+
+    def __exit__(self, *error):
+        with self.lock:
+            self.calls -= 1
+            if self.calls == 0 and self.limiter:
+                self.limiter.restore_original_limits()
+                self.limiter = None
+
+
+_one_blas_thread = _OneBlasThread()

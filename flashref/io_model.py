@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from flashref.inputs import count, finite_number, require
 from flashref.scores import EMPTY, check_block_mask, check_causal, check_window, tile_kinds
-from flashref.softmax import blocks
+from flashref.softmax import blocks, length
 
 
 def standard_traffic(n_q, n_k, d, d_v):
@@ -225,8 +225,8 @@ def _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask=None
         n_q, n_k, block_q, block_k, causal=causal, window=window, block_mask=block_mask
     )
     visited = kinds != EMPTY
-    rows = [part.stop - part.start for part in blocks(n_q, block_q)]
-    cols = [part.stop - part.start for part in blocks(n_k, block_k)]
+    rows = [length(part) for part in blocks(n_q, block_q)]
+    cols = [length(part) for part in blocks(n_k, block_k)]
     return int(visited.sum(axis=1) @ rows), int(visited.sum(axis=0) @ cols)
 
 
@@ -313,7 +313,9 @@ def fa1_backward_tiles(rows, cols, d, d_v):
     return dict(O=rows * d_v, **fa2_backward_tiles(rows, cols, d, d_v))
 
 
-def fitting_block(sram_elements, d, d_v, working_set=forward_tiles):
+def fitting_block(
+    sram_elements, d, d_v, working_set=forward_tiles, block_q=None, block_k=None
+):  # fmt: skip
     """Return the largest b for which tiles of b x b fit the fast memory, or 0 if none does.
 
     Parameters
@@ -322,6 +324,8 @@ def fitting_block(sram_elements, d, d_v, working_set=forward_tiles):
         Size M of the fast memory, columns of q and k, and of v.
     working_set : callable
         `forward_tiles` or one of its relatives.
+    block_q, block_k : int, optional
+        A side that is given stays; b is the other one.
 
     Returns
     -------
@@ -332,10 +336,12 @@ def fitting_block(sram_elements, d, d_v, working_set=forward_tiles):
     >>> fitting_block(16384, 64, 64)
     52
     """
+    sram_elements = count("sram_elements", sram_elements, hint=" (elements, not bytes)")
     b = 0
     step = 1 << sram_elements.bit_length()
     while step:  # binary search: the need grows with b
-        if sum(working_set(b + step, b + step, d, d_v).values()) <= sram_elements:
+        rows, cols = block_q or b + step, block_k or b + step
+        if sum(working_set(rows, cols, d, d_v).values()) <= sram_elements:
             b += step
         step //= 2
     return b
@@ -486,8 +492,9 @@ def roofline(machine, intensity):
     return min(machine.peak_flops, intensity * machine.bandwidth)
 
 
-# Dense matrix rates and bandwidths from NVIDIA's data sheets; fast memory is the most shared memory
-# that one thread block may use (CUDA C++ Programming Guide, compute capabilities 7.5, 8.0 and 9.0).
+# Dense matrix rates and bandwidths from NVIDIA's data sheets, the A100's bandwidth rounded as in
+# FA1 §2.1; fast memory is the most shared memory that one thread block may use (CUDA C++
+# Programming Guide, compute capabilities 7.5, 8.0 and 9.0).
 T4 = Machine("T4", 65e12, 320e9, 64 * 1024, 40)
 A100 = Machine("A100 40 GB", 312e12, 1.5e12, 163 * 1024, 108)
 H100 = Machine("H100 SXM", 989e12, 3.35e12, 227 * 1024, 132)

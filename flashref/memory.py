@@ -27,8 +27,9 @@ class Memory:
     Parameters
     ----------
     sram_elements : int, optional
-        Size M of the fast memory in elements (not bytes). An algorithm whose tiles do not fit is
-        refused before anything moves. None: no limit.
+        Size M of the fast memory in elements (not bytes). flashref's algorithms are refused before
+        anything moves if their tiles do not fit; a loop of yours where it calls `on_chip`. None: no
+        limit.
     listener : callable, optional
         Called as listener(event, tiles) for every `Event`; tiles maps names to the arrays that
         moved, or that are on chip. They are live: copy what must last.
@@ -91,6 +92,9 @@ class Memory:
     def on_chip(self, rows, cols, **tiles):
         """Note the tiles that share the fast memory while one tile of S is worked on."""
         elements = sum(tile.size for tile in tiles.values())
+        if self.sram_elements is not None and elements > self.sram_elements:
+            sizes = ", ".join(f"{name} {tile.size:,}" for name, tile in tiles.items())
+            raise ValueError(f"{elements:,} on chip, sram_elements={self.sram_elements:,}: {sizes}")
         self.peak_sram = max(self.peak_sram, elements)
         self._report("tile", "S", (rows, cols), elements, tiles)
 
@@ -108,6 +112,8 @@ class Memory:
 
 class _Direct:
     """What the algorithms use when nobody counts: views and plain assignment."""
+
+    sram_elements = None
 
     @staticmethod
     def load(name, array, rows):

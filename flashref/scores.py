@@ -1,6 +1,6 @@
 """The scores of one tile: scale -> softcap -> bias, ALiBi -> mask, and the way back.
 
-FlashAttention-1 (arXiv:2205.14135) app. B.3, Algorithm 2 lines 9-14; FlashAttention-2
+FlashAttention-1 (arXiv:2205.14135) app. B.3, Algorithm 2 lines 10-14; FlashAttention-2
 (arXiv:2307.08691) §3.1.1 for the tiles that causal masking leaves out. Here lives what every mask,
 window, bias and cap *means*; the tile loops know none of it.
 
@@ -19,7 +19,7 @@ import numpy as np
 from flashref.dropout import keep_tile
 from flashref.inputs import bool_array, count, is_integer, require
 from flashref.memory import DIRECT
-from flashref.softmax import blocks
+from flashref.softmax import blocks, length, seen_product
 
 EMPTY, PARTIAL, FULL = 0, 1, 2  #: no pair of the tile is seen; some; all
 
@@ -41,7 +41,7 @@ def check_window(window):
     ok = pair and all(side is None or (is_integer(side) and side >= 0) for side in window)
     rule = "a pair (left, right) of integers of at least 0, or None for no limit on that side"
     require(ok, f"window={window!r} must be {rule}")
-    return tuple(window)
+    return tuple(None if side is None else int(side) for side in window)
 
 
 def check_block_mask(block_mask, n_q, n_k, block_q, block_k):
@@ -235,11 +235,11 @@ class Tile:
 
     def product(self, A_ij, B_j):
         """Return A_ij B_j over the seen pairs only; A_ij is 0 at the others."""
-        return _seen_product(A_ij, B_j, self.unseen)
+        return seen_product(A_ij, B_j, self.unseen)
 
     def product_t(self, A_ij, B_i):
         """Return A_ij^T B_i over the seen pairs only; A_ij is 0 at the others."""
-        return _seen_product(A_ij.T, B_i, None if self.unseen is None else self.unseen.T)
+        return seen_product(A_ij.T, B_i, None if self.unseen is None else self.unseen.T)
 
     def _unseen(self, masked):
         """Return the pairs of this tile that their query may not see, or None if there are none."""
@@ -254,7 +254,7 @@ class Tile:
         if not any(part.any() for part in parts):
             return None
         unseen = functools.reduce(np.logical_or, parts)
-        return np.broadcast_to(unseen, (_length(self.rows), _length(self.cols)))
+        return np.broadcast_to(unseen, (length(self.rows), length(self.cols)))
 
     def _positions(self):
         """Return where the queries (a column) and the keys (a row) stand among the keys."""
@@ -267,21 +267,6 @@ class Tile:
         n_rows, n_cols = array.shape
         tile = (self.rows if n_rows > 1 else whole, self.cols if n_cols > 1 else whole)
         return self.rule.hbm.load(name, array, tile)
-
-
-def _length(rows):
-    return rows.stop - rows.start
-
-
-def _seen_product(A, B, unseen):
-    """Return A B without the unseen pairs, also where B holds NaN or inf (0 * NaN is NaN)."""
-    if unseen is None or np.isfinite(B).all():
-        return A @ B
-    bad = ~np.isfinite(B).all(axis=1)
-    product = A @ np.where(bad[:, None], 0, B)
-    for j in np.flatnonzero(bad):
-        product += np.where(unseen[:, j, None], 0, A[:, j, None] * B[j])
-    return product
 
 
 def alibi_slopes(n_heads):

@@ -178,7 +178,8 @@ def online_softmax_steps(x, v=None, block=1):
             m, l, correction = _add_block(m, l, m_block, l_block)
             if v is not None:
                 p = np.exp(s[..., cols] - finite(m)[..., None])
-                o = (o * (correction * l_prev)[..., None] + p @ v[cols]) / nonzero(l)[..., None]
+                p_v = seen_product(p, v[cols], np.isneginf(s[..., cols]))
+                o = (o * (correction * l_prev)[..., None] + p_v) / nonzero(l)[..., None]
             steps.append(Step(cols, m_block, l_block, correction, m, l, o))
     return steps
 
@@ -230,10 +231,11 @@ def merge_attention(o_a, lse_a, o_b, lse_b):
         # relative to the larger lse the weights stay exact, however large both are
         m = np.maximum(lse_a, lse_b)
         e_a, e_b = np.exp(lse_a - finite(m)), np.exp(lse_b - finite(m))
-        part_a = np.where(np.isneginf(lse_a)[..., None], 0, e_a[..., None] * o_a)
-        part_b = np.where(np.isneginf(lse_b)[..., None], 0, e_b[..., None] * o_b)
-        o = (part_a + part_b) / nonzero(e_a + e_b)[..., None]
-        lse = m + log_sum(e_a + e_b)
+        e = e_a + e_b
+        w_a, w_b = e_a / nonzero(e), e_b / nonzero(e)
+        part_a = np.where(np.isneginf(lse_a)[..., None], 0, w_a[..., None] * o_a)
+        part_b = np.where(np.isneginf(lse_b)[..., None], 0, w_b[..., None] * o_b)
+        o, lse = part_a + part_b, m + log_sum(e)
     return o.astype(o_dtype), lse.astype(lse_dtype)
 
 
@@ -243,6 +245,11 @@ def merge_attention(o_a, lse_a, o_b, lse_b):
 def blocks(n, size):
     """Return the slices that cut n rows into blocks of `size`; the last one may be shorter."""
     return [slice(start, min(start + size, n)) for start in range(0, n, size)]
+
+
+def length(rows):
+    """Return how many rows a slice of `blocks` holds."""
+    return rows.stop - rows.start
 
 
 def empty_state(shape, dtype):
@@ -274,6 +281,17 @@ def exp_minus(S, m):
 def row_sum(P):
     """Return the sum of each row, as a product with ones: BLAS adds three times as fast as sum."""
     return P @ np.ones(P.shape[1], P.dtype)
+
+
+def seen_product(A, B, unseen):
+    """Return A B without the unseen pairs, also where B holds NaN or inf (0 * NaN is NaN)."""
+    if unseen is None or np.isfinite(B).all():
+        return A @ B
+    bad = ~np.isfinite(B).all(axis=1)
+    product = A @ np.where(bad[:, None], 0, B)
+    for j in np.flatnonzero(bad):
+        product += np.where(unseen[..., j, None], 0, A[..., j, None] * B[j])
+    return product
 
 
 def softmax_backward(P, dP, D):

@@ -132,7 +132,7 @@ def _forward(Q, K, V, O, L, scores, hbm):
     # line 2: P = softmax(S)
     S_ = hbm.load("S", S, queries)
     m = S_.max(axis=1, initial=-np.inf)
-    P_ = exp_minus(S_, m)
+    P_ = exp_minus(S_.copy(), m)  # what was loaded is a view of slow memory
     l = P_.sum(axis=1)
     P_ /= nonzero(l)[:, None]
     hbm.store("P", P, queries, P_)
@@ -160,7 +160,7 @@ def _backward(dO, Q, K, V, dQ, dK, dV, scores, hbm):
     # line 3: dS = P ∘ (dP - rowsum(P ∘ dP))
     P_, dP_ = hbm.load("P", P, queries), hbm.load("dP", dP, queries)
     D = tile.clear(P_ * dP_).sum(axis=1)
-    hbm.store("dS", dS, queries, tile.backward(softmax_backward(P_, dP_, D)))
+    hbm.store("dS", dS, queries, tile.backward(softmax_backward(P_, dP_.copy(), D)))
     # line 4: dQ = τ dS K
     dS_, K_ = hbm.load("dS", dS, queries), hbm.load("K", K, keys)
     hbm.store("dQ", dQ, queries, scores.scale * tile.product(dS_, K_))

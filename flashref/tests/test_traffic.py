@@ -613,7 +613,7 @@ def test_events_tell_the_loop_order():
     memory = Memory()
     rung_of(FA2, 4, 4).backward(do, q, k, v, o, lse, memory=memory)
     step = "+Q +dO +dQ +L +D S -dQ"
-    want = " ".join(["+O +dO -D -dQ", *["+K +V", step, step, "-dK -dV"] * 2])
+    want = " ".join(["-dQ +O +dO -D +O +dO -D", *["+K +V", step, step, "-dK -dV"] * 2])
     assert names_of(memory) == want
     memory = Memory()
     rung_of(FA1, 4, 4).backward(do, q, k, v, o, lse, memory=memory)
