@@ -7,6 +7,7 @@ import numpy as np
 
 from flashref.check.calling import to_array
 
+COUNTS = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}
 ORDINARY, HUNTING = 2e-5, 1e-2  #: absolute and relative; CONTRACT.md, "Homework"
 
 
@@ -139,7 +140,7 @@ def _about_shape(name, shape, right):
 
 
 def _counts(exercise, value):
-    names = {"sizes": "(B_r, B_c)", "traffic": "(loads, stores)"}[exercise.outputs[0]]
+    names = f"({', '.join(COUNTS[exercise.outputs[0]])})"
     if not isinstance(value, tuple | list | np.ndarray) or len(value) != 2:
         raise Unreadable("result", f"It returned {value!r}; give back {names}.")
     numbers = []
@@ -193,42 +194,52 @@ def _problem(name, got, right, bad):
         index = tuple(int(i) for i in np.unravel_index(np.argmax(error), error.shape))
         kind = "nan" if np.isnan(got[bad]).any() else "value"
     problem = Problem(kind, "", name, index, right[index], got[index], int(bad.sum()), bad.size)
-    problem.sentence = f"{_how_many(name, bad)}; {off_by(problem.got, problem.expected)}."
+    if got.dtype == object:
+        pairs = zip(COUNTS[name], got, right, strict=True)
+        wrong = [_count_off(name, label, a, b) for label, a, b in pairs if a != b]
+        problem.sentence = " and ".join(wrong) + "."
+    else:
+        place = f"{name}[{', '.join(map(str, index))}]" if index else name
+        problem.sentence = (
+            f"{_how_many(name, bad)}: {place} {off_by(problem.got, problem.expected)}."
+        )
     return problem
 
 
 def _how_many(name, bad):
-    if bad.all() and bad.size > 1:
-        return f"All {bad.size} numbers of {name} are wrong"
-    if bad.size == 1:
-        return f"{name} is wrong"
-    return f"{int(bad.sum())} of {bad.size} numbers of {name} are wrong"
+    wrong = int(bad.sum())
+    if wrong == bad.size:
+        return (
+            f"{'Both' if wrong == 2 else f'All {wrong}'} numbers of {name} are wrong" * (wrong > 1)
+            or f"{name} is wrong"
+        )
+    return f"{wrong} of {bad.size} numbers of {name} {'is' if wrong == 1 else 'are'} wrong"
+
+
+def _count_off(name, label, got, right):
+    if name == "sizes":
+        return f"{label} should be {number(right)}"
+    if float(got).is_integer():
+        return f"{number(abs(int(got) - right))} {label} too {'many' if got > right else 'few'}"
+    return f"{label} are no whole number"
 
 
 def off_by(got, right):
-    """Return the size of an error in words."""
-    if isinstance(got, int) and isinstance(right, int):
-        by = abs(got - right)
-        return f"{by} too {'many' if got > right else 'few'}"
+    """Return the size of an error in words, as the rest of a sentence."""
     got, right = float(got), float(right)
-    if np.isnan(got):
-        return "not a number (NaN)"
-    if np.isinf(got) or np.isinf(right):
-        return f"{number(got)} instead of {number(right)}"
-    if abs(right) > 1e-12 and got:
-        factor = got / right
-        if factor < 0:
-            same = abs(factor + 1) < 1e-4
-            return (
-                "the sign is wrong" if same else f"the sign is wrong: off by {abs(got - right):.3g}"
-            )
-        if abs(factor - 1) < 0.02:
-            return f"off by {abs(factor - 1):.2%}, or {abs(got - right):.2g}"
-        if 0.01 < factor < 1:
-            return f"{factor:.3g} times what it should be"
-        if 1 < factor < 100:
-            return f"{factor:.4g} times too large"
-    return f"too {'large' if got > right else 'small'} by {abs(got - right):.4g}"
+    if not np.isfinite(got) or not np.isfinite(right):
+        return f"is {number(got)} and should be {number(right)}"
+    error = abs(got - right)
+    if abs(right) < 1e-12 or not got:
+        return f"should be {number(right)}"
+    factor = got / right
+    if factor < 0:
+        return f"has the wrong sign and is off by {number(error)}"
+    if abs(factor - 1) < 0.02:
+        return f"is off by {number(error)}, or {abs(factor - 1):.2%}"
+    if 0.01 < factor < 100:
+        return f"is {factor:.4g} times what it should be"
+    return f"is off by {number(error)}"
 
 
 def number(x):

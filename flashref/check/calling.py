@@ -121,6 +121,12 @@ class Answer:
     changed: list = field(default_factory=list)  #: (its name, before, after) of changed arguments
     given_back: str = ""  #: the name of an argument that was returned, or whose memory was
     text: str = ""  #: the call, as the learner would write it
+    arguments: dict = field(default_factory=dict)  #: what was given, by the learner's names
+
+    @property
+    def said(self):
+        """What the function said instead of an answer, in a line."""
+        return self.error.text if self.error is not None else "an answer of another shape"
 
 
 @dataclass
@@ -147,7 +153,7 @@ class Learner:
         return self.has("causal") and self.parameters["causal"].name == "is_causal"
 
     def bind(self, arguments):
-        """Return (args, kwargs, text of the call) for {meaning: value}."""
+        """Return (args, kwargs, {its name: value}) for {meaning: value}."""
         if self.by_position:
             args = [arguments[role] for role in self.by_position]
             named = {r: a for r, a in arguments.items() if r not in self.by_position}
@@ -168,8 +174,7 @@ class Learner:
             else:
                 kwargs[parameter.name] = named[role]
             names[role] = parameter.name
-        shown = [_shown(names[role], a) for role, a in arguments.items() if role in names]
-        return args, kwargs, f"{self.name}({', '.join(shown)})"
+        return args, kwargs, {names[role]: a for role, a in arguments.items() if role in names}
 
 
 def understand(function, main, options=(), backward=False):
@@ -357,9 +362,10 @@ def call(learner, arguments, *, fresh=True):
     """
     given = {r: _give(learner.library, a) if fresh else a for r, a in arguments.items()}
     before = {role: copy.deepcopy(_values(a)) for role, a in given.items() if _is_data(a)}
-    args, kwargs, text = learner.bind(given)
-    _, _, text = learner.bind(arguments)
-    answer = Answer(text=text)
+    args, kwargs, _ = learner.bind(given)
+    _, _, named = learner.bind(arguments)
+    shown = ", ".join(_shown(name, value) for name, value in named.items())
+    answer = Answer(text=f"{learner.name}({shown})", arguments=named)
     try:
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -420,15 +426,18 @@ def _holds(result, argument):
     """Whether a result is, or contains, an argument or a view of its memory."""
     if isinstance(result, tuple) or (isinstance(result, list) and result is not argument):
         return any(_holds(item, argument) for item in list(result)[:4])
-    if result is argument:
-        return True
-    if isinstance(argument, list) or not _is_data(result) or isinstance(result, list):
-        return False
+    return (result is argument and _is_data(result)) or share(result, argument)
+
+
+def share(a, b):
+    """Whether two results have memory in common."""
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return any(share(x, y) for x, y in zip(a, b, strict=False))
+    a, b = (x.detach() if hasattr(x, "detach") else x for x in (a, b))
     try:
-        a = result.detach().numpy() if hasattr(result, "detach") else result
-        b = argument.detach().numpy() if hasattr(argument, "detach") else argument
-        numpy = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-        return numpy and a.size > 0 and np.shares_memory(a, b)
+        a, b = (x.numpy() if hasattr(x, "numpy") else x for x in (a, b))
+        both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+        return both and bool(np.shares_memory(a, b))
     except Exception:  # whatever a foreign tensor raises; then it is not ours
         return False
 

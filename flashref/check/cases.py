@@ -52,6 +52,20 @@ class Case:
         }
         return replace(self, inputs=arrays)
 
+    def equally_wide(self):
+        """Return the case with d_v = d, for functions that know one width only."""
+        if "q" not in self:
+            return (
+                self if "d" not in self else replace(self, inputs={**self.inputs, "d_v": self["d"]})
+            )
+        d, inputs = self["q"].shape[-1], dict(self.inputs)
+        for role in ("v", "do"):
+            if role in inputs:
+                x = inputs[role]
+                columns = [x[..., c % x.shape[-1]] + c // x.shape[-1] for c in range(d)]
+                inputs[role] = np.stack(columns, axis=-1)
+        return replace(self, inputs=inputs)
+
 
 class Numbers:
     """Random numbers that depend on the seed and on what they are for, not on their order."""
@@ -342,7 +356,7 @@ def backward_cases(seed):
     def case(title, inputs, blocks, options=None, **more):
         shape = (*inputs["q"].shape[:-1], inputs["v"].shape[-1])
         do = random.integers(f"do {title}", *shape, low=-1, high=2)
-        do += np.linspace(0.25, 1, shape[-2])[:, None]  # no row alike, none of zeros
+        do += np.linspace(0.25, 0.75, shape[-2])[:, None]  # no row alike, none of zeros
         cases.append(Case(title, {"do": do, **inputs}, options or {}, blocks, **more))
 
     case("2 queries, 3 keys", with_scores([[0, 1, 2], [2, 0, 1]], values(3)), (2, 3))
@@ -488,8 +502,9 @@ def traffic_cases(seed, closed_form):
     random = Numbers(seed)
     cases = []
     for n_q, n_k, d, d_v, *blocks in sizes:
-        title = f"n_q = {n_q}, n_k = {n_k}, d = {d}, d_v = {d_v}, blocks of {blocks[0]} and "
-        title += f"{blocks[1]}"
+        title = (
+            f"{n_q} queries, {n_k} keys, d = {d}, d_v = {d_v}, blocks of {blocks[0]} × {blocks[1]}"
+        )
         inputs = {"n_q": n_q, "n_k": n_k, "n": n_q, "d": d, "d_v": d_v}
         if not closed_form:
             inputs = random_qkv(random, title, n_q, n_k, d, d_v)

@@ -159,12 +159,9 @@ def _traffic(case):
     return {"traffic": traffic_of(case, io_model.fa2_traffic)}
 
 
-def _with_saved(seed):
-    """Return the cases of the backward pass, with the o and lse of the forward pass."""
-    saved = []
-    for case in cases.backward_cases(seed):
-        saved.append(replace(case, inputs={**case.inputs, **_attention(case)}))
-    return saved
+def with_saved(case):
+    """Return a case of the backward pass with the o and lse of its forward pass."""
+    return replace(case, inputs={**case.inputs, **_attention(case)}) if "do" in case else case
 
 
 EXERCISES = {
@@ -190,7 +187,7 @@ EXERCISES = {
         ),
         Exercise(
             "attention_backward", ("do", "q", "k", "v", "o?", "lse?"), ("dq", "dk", "dv"),
-            _backward, lambda seed, learner: _with_saved(seed),
+            _backward, lambda seed, learner: cases.backward_cases(seed),
             ("causal", "scale", "block_q", "block_k", "block", "memory"), axes=(0, 2, 1),
         ),
         Exercise(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from flashref.check.answers import Problem, number, tolerance, wrong_places
+from flashref.check.answers import COUNTS, Problem, number, tolerance, wrong_places
 
 MOST_SHOWN = 32  #: numbers of an array that are printed; of larger ones only the shape
 TITLES_SHOWN = 6  #: cases that are listed in text
@@ -37,9 +37,9 @@ class Failure:
         return self.problem.kind
 
     @property
-    def inputs(self):
-        """The arguments of the call by their meaning, to run it again."""
-        return {} if self.case is None else {**self.case.inputs, **self.case.options}
+    def arguments(self):
+        """What the function was given, by its own names: function(**arguments) runs it again."""
+        return getattr(self.answer, "arguments", {})
 
     def to_dict(self):
         """Return the failure for JSON."""
@@ -56,7 +56,7 @@ class Failure:
             "got_there": _plain(problem.got),
             "wrong": problem.wrong,
             "total": problem.total,
-            "inputs": _plain(self.inputs),
+            "arguments": _plain(self.arguments),
             "expected": _plain(self.right),
             "got": _plain(self.got),
             "error": None if error is None else {"text": error.text, "lines": error.lines},
@@ -79,15 +79,18 @@ class Report:
         The cases that went wrong, the simplest first.
     right : list of str
         The cases that were answered rightly.
-    not_checked : list of str
-        Sizes that the function refused, which counts as not supported.
+    not_checked : dict
+        Sizes that the function refused, which counts as not supported; and what it said to them.
+    not_asked : list of str
+        Options that the function does not have.
     """
 
     check: str
     function: str
     failures: list = field(default_factory=list)
     right: list = field(default_factory=list)
-    not_checked: list = field(default_factory=list)
+    not_checked: dict = field(default_factory=dict)
+    not_asked: list = field(default_factory=list)
     notes: list = field(default_factory=list)
     mistakes: list = field(default_factory=list)  #: all known mistakes that fit, the first is named
     partly: tuple = (None, 0)  #: (mistake, number of wrong answers that it explains), if none fits
@@ -137,7 +140,8 @@ class Report:
             "clues": list(self.clues),
             "failures": [failure.to_dict() for failure in self.failures],
             "right": list(self.right),
-            "not_checked": list(self.not_checked),
+            "not_checked": dict(self.not_checked),
+            "not_asked": list(self.not_asked),
             "notes": list(self.notes),
         }
 
@@ -155,7 +159,7 @@ class Report:
         if self.right and self.failures:
             yield "list", "Right already", self.right
         if self.not_checked:
-            yield "list", "Not checked, since your function refused it", self.not_checked
+            yield "list", "Not checked, since your function refused it", list(self.not_checked)
         for note in self.notes:
             yield "text", "", note
 
@@ -164,12 +168,16 @@ class Report:
         if self.passed:
             return True, f"{self.check}: right. {n} cases, from easy to nasty."
         kind = self.failures[0].kind
-        if kind == "not_written":
-            return False, f"{self.check}: not written yet."
-        if kind == "not_understood":
-            return False, f"{self.check}: I do not know how to call this."
+        what = {
+            "not_written": "not written yet.",
+            "not_understood": "I do not know how to call this.",
+            "changed": "the numbers are right, but an argument is changed.",
+            "given_back": "the numbers are right, but not in a new array.",
+        }.get(kind)
+        if what is None and kind == "error" and not n:
+            what = "stopped by an error."
         total = n + len(self.failures)
-        return False, f"{self.check}: not right yet. {n} of {total} cases are right."
+        return False, f"{self.check}: {what or f'not right yet. {n} of {total} cases are right.'}"
 
     def _first_failure(self, failure):
         problem, kind = failure.problem, failure.kind
@@ -179,7 +187,11 @@ class Report:
         if kind == "not_understood":
             yield "text", "", problem.sentence
             return
-        yield "text", "The simplest case that goes wrong", failure.title
+        yield (
+            "text",
+            "The simplest case that goes wrong" if kind != "error" else "The case",
+            (failure.title),
+        )
         if failure.answer is not None and failure.answer.text:
             yield "code", _call(failure)
         error = getattr(failure.answer, "error", None)
@@ -228,26 +240,45 @@ class Report:
 
 def _call(failure):
     """Return the call, and its arrays in full where they are small."""
-    lines = [failure.answer.text]
-    for role, value in failure.inputs.items():
+    lines, large = [failure.answer.text], False
+    if any(hasattr(value, "loads_by_array") for value in failure.arguments.values()):
+        return lines[0]  # it is about what moves, not about numbers
+    for name, value in failure.arguments.items():
         if isinstance(value, np.ndarray):
-            lines += _array_lines(role, value)
+            shown = _array_lines(name, value)
+            large = large or not shown
+            lines += shown or [f"{name}: {' × '.join(map(str, value.shape))} numbers"]
+    if large:
+        lines.append("(the arrays are in report.failures[0].arguments)")
+    elif (scores := _scores(failure.case)) is not None:
+        lines += _array_lines("the scores", scores)
     return "\n".join(lines)
 
 
+def _scores(case):
+    """Return the scores of a small matrix, before any mask; None for other cases."""
+    if case is None or "q" not in case or "k" not in case:
+        return None
+    q, k = case["q"], case["k"]
+    if q.size != q.shape[-2] * q.shape[-1] or k.size != k.shape[-2] * k.shape[-1]:
+        return None
+    q, k = q.reshape(q.shape[-2:]), k.reshape(k.shape[-2:])
+    scale = case.get("scale")
+    S = q @ k.T * (q.shape[1] ** -0.5 if scale is None else scale)
+    return S if S.size <= MOST_SHOWN else None
+
+
 def _array_lines(name, array):
-    array = array.reshape(array.shape[array.ndim - 2 :]) if array.size == _last(array) else array
+    """Return an array as lines, or none if it is large."""
+    if array.size == int(np.prod(array.shape[-2:])):
+        array = array.reshape(array.shape[-2:])
     if array.size > MOST_SHOWN:
-        return [f"{name}: shape {array.shape} (report.failures[0].inputs[{name!r}])"]
+        return []
     if array.dtype == bool:
         text = np.array2string(array.astype(int), prefix=f"{name} = ")
     else:
         text = np.array2string(array, precision=4, suppress_small=True, prefix=f"{name} = ")
     return [f"{name} = {text}"]
-
-
-def _last(array):
-    return int(np.prod(array.shape[-2:])) if array.ndim > 2 else -1
 
 
 def _table(failure):
@@ -256,12 +287,11 @@ def _table(failure):
     name, worst = problem.output, problem.index
     right, got = failure.right[name], failure.got[name]
     if got.dtype == object:
-        names = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}[name]
         rows = [
             (label, number(int(a)), _count(b), "" if a == b else "wrong")
-            for label, a, b in zip(names, right, got, strict=True)
+            for label, a, b in zip(COUNTS[name], right, got, strict=True)
         ]
-        return (name, "expected", "yours", ""), rows
+        return ("", "expected", "yours", ""), rows
     bad = wrong_places(got, right, tolerance(failure.case))
     places = _places(right.shape, worst)
     rows = []

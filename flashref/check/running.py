@@ -1,7 +1,7 @@
 """Asking the questions of a check, one after the other, and writing down what came back."""
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,13 +17,13 @@ from flashref.check.exercises import (
     sizes_of,
     suits,
     traffic_of,
+    with_saved,
 )
 from flashref.check.matching import Tried
 from flashref.check.report import Failure, Report
 
 ROUNDING = 3e-7  #: by which two answers to one question may differ: threads add in any order
 SMALL = 64  #: rows of the largest array with cases="small"
-NOT_WRITTEN = "NotImplementedError"
 REFUSED_SIZE = (  # what code says that wants more axes than it got
     "to unpack", "out of bounds for", "out of range", "axes don't match", "too many indices",
     "dimension", "swapaxes", "no len()", "ndim", "not subscriptable",
@@ -106,59 +106,53 @@ def _rows(case):
     return max([1, *(max(x.shape, default=1) for x in case.inputs.values() if hasattr(x, "shape"))])
 
 
-@dataclass
-class _Plain:
-    """How many axes the function wants beyond the plain size, and its first answer."""
-
-    axes: int
-    answer: Answer
-
-
 class _Session:
     """One run of one check."""
 
     def __init__(self, exercise, learner, questions):
         self.exercise, self.learner, self.questions = exercise, learner, questions
+        self.axes, self.one_width = 0, False  # how the function wants its arrays; found out first
         self.tried, self.failures, self.right = [], [], []
         self.refused = {}  # kind of size -> what the function said
         self.notes = []
 
     def report(self):
         """Ask everything and return the `Report`."""
-        plain = self._find_plain(self.questions[0])
-        if plain is not None and plain.answer.error is None:
+        if self._find_size(self.questions[0]):
             for i, case in enumerate(self.questions):
-                if not self._ask(case, plain.axes, i):
+                if not self._ask(case, first=i == 0, repeat=i < 3):
                     break
             else:
-                self._ask_again(plain.axes)
+                self._ask_again()
         return self._conclude()
 
     # --- which size, which kind of arrays ---
 
-    def _find_plain(self, case):
-        """Try the first case in the sizes and kinds of arrays that functions want."""
-        learner, first = self.learner, {}
-        for library in self._libraries():
-            learner.library = library
-            for axes in self.exercise.axes:
-                answer = self._call(case.lifted(axes), first=True)
-                if answer.error is None and self._readable(case.lifted(axes), answer):
-                    return _Plain(axes, answer)
-                first.setdefault((library, axes), answer)
-                if answer.error is not None and (
-                    answer.error.fatal or answer.error.kind == NOT_WRITTEN
-                ):
-                    return self._give_up(case, answer)
-            self._first_error = first[library, self.exercise.axes[0]].error
-        return self._nothing_worked(case, first)
+    def _find_size(self, case):
+        """Find the size and the kind of arrays that the function takes; return whether it does."""
+        attempts = {}
+        for self.one_width in (False, True):
+            for library in self._libraries(attempts):
+                self.learner.library = library
+                for axes in self.exercise.axes:
+                    self.axes = axes
+                    answer = self._call(self._sized(case), first=True)
+                    if answer.error is None and self._readable(self._sized(case), answer):
+                        if self.one_width:
+                            self.refused["d_v ≠ d"] = attempts["numpy", 0, False].said
+                        return True
+                    attempts[library, self.axes, self.one_width] = answer
+                    if answer.error is not None and answer.error.fatal:
+                        self._fail(self._sized(case), answer, self._error_problem(answer.error))
+                        return False
+        return self._make_do(case, attempts)
 
-    def _libraries(self):
-        """Yield the kinds of arrays to try: NumPy's, then what the error speaks of."""
-        self._first_error = None
+    def _libraries(self, attempts):
+        """Yield the kinds of arrays to try: NumPy's, then what the error on those speaks of."""
         yield "numpy"
-        if self._first_error is not None:
-            yield from calling.libraries(self.learner, self._first_error)
+        error = attempts["numpy", 0, False].error
+        if error is not None:
+            yield from calling.libraries(self.learner, error)
 
     def _readable(self, case, answer):
         try:
@@ -167,73 +161,75 @@ class _Session:
             return False
         return True
 
-    def _nothing_worked(self, case, answers):
-        """Note the failure of a function that handles no size; return the best attempt, or None."""
-        for (library, axes), answer in answers.items():
-            if answer.error is None:  # it answers, if strangely: go on with that
-                self.learner.library = library
-                return _Plain(axes, answer)
-        library, axes = "numpy", self.exercise.axes[0]
-        error = answers[library, axes].error
+    def _make_do(self, case, attempts):
+        """Go on with the first attempt that returned anything; else note the most telling error."""
+        for (library, axes, one_width), answer in attempts.items():
+            if answer.error is None:
+                self.learner.library, self.axes, self.one_width = library, axes, one_width
+                return True
+        library, axes, self.one_width = "numpy", 0, False
+        error = attempts[library, axes, False].error
         for other in ("torch", "jax"):
-            if (other, axes) in answers and calling.speaks_of(other, self.learner, error):
+            if (other, axes, False) in attempts and calling.speaks_of(other, self.learner, error):
                 library = other  # then the error on NumPy arrays says nothing
-        error = answers[library, axes].error
-        if len(self.exercise.axes) > 1 and any(w in error.text for w in REFUSED_SIZE):
+        error = attempts[library, axes, False].error
+        if len(self.exercise.axes) > 1 and any(words in error.text for words in REFUSED_SIZE):
             axes = self.exercise.axes[1]
-        self.learner.library = library
-        return self._give_up(case.lifted(axes), answers[library, axes])
-
-    def _give_up(self, case, answer):
-        self._fail(case, answer, _error_problem(answer.error), None, None)
-        return None
+        self.learner.library, self.axes = library, axes
+        answer = attempts[library, axes, False]
+        self._fail(self._sized(case), answer, self._error_problem(answer.error))
+        return False
 
     # --- asking ---
 
     def _call(self, case, first=False):
         return calling.call(self.learner, arguments(self.exercise, self.learner, case, first))
 
-    def _ask(self, case, axes, i):
+    def _sized(self, case):
+        """Return a case in the size that the function wants."""
+        if not case.larger:
+            case = case.lifted(self.axes)
+        if self.one_width:
+            case = case.equally_wide()
+        return with_saved(case)
+
+    def _ask(self, case, first, repeat):
         """Ask one case; return whether to go on."""
-        case = self._sized(case, axes)
-        if case is None or case.larger in self.refused:
+        # larger sizes when the plain one works, and of those none that was refused
+        skip = self.failures or case.larger in self.refused
+        if case.larger and (skip or ("q" in case and case["q"].ndim - 2 < self.axes)):
             return True
-        if case.larger and self.failures:  # first things first
-            return True
-        answer = self._call(case, first=i == 0)
+        case = self._sized(case)
+        answer = self._call(case, first)
         if answer.error is not None:
             return self._not_answered(case, answer)
         right = self.exercise.right(case)
-        got, problem = self._judge(case, answer, right, both=i > 0)
+        got, problem = self._judge(case, answer, right, both=not first)
         self.tried.append(Tried(case, right, got, None, problem))
         if problem is None:
             problem = self._manners(answer)
-        if problem is None and i < 3:
-            problem = self._twice(case, got, first=i == 0)
+        if problem is None and repeat:
+            problem = self._twice(case, answer, got, first)
         if problem is not None:
             self._fail(case, answer, problem, right, got)
         else:
             self.right.append(case)
         return True
 
-    def _sized(self, case, axes):
-        """Return a case in the size that the function wants; None if it is another, larger one."""
-        if not case.larger:
-            return case.lifted(axes)
-        have = case.inputs["q"].ndim - 2 if "q" in case else None
-        if axes and have is not None and have != axes and axes == 2:
-            return None  # it wants four axes, this has three
-        return case
-
     def _not_answered(self, case, answer):
         if case.larger and not answer.error.fatal:
             self.refused[case.larger] = answer.error.text
             return True
-        problem = _error_problem(answer.error)
+        problem = self._error_problem(answer.error)
         right = self.exercise.right(case)
         self.tried.append(Tried(case, right, None, answer.error, problem))
         self._fail(case, answer, problem, right, None)
-        return not (answer.error.fatal or answer.error.kind == NOT_WRITTEN)
+        return not answer.error.fatal
+
+    def _error_problem(self, error):
+        if error.kind == "NotImplementedError" and not self.tried:
+            return Problem("not_written", "Not written yet.")
+        return Problem("error", error.headline)
 
     def _judge(self, case, answer, right, both):
         """Return (arrays, problem) of an answer."""
@@ -258,9 +254,15 @@ class _Session:
             )
         return None
 
-    def _twice(self, case, got, first):
+    def _twice(self, case, answer, got, first):
         """Ask the same thing again; return the problem if the answer is another one."""
         again = self._call(case, first)
+        if calling.share(answer.value, again.value):
+            return Problem(
+                "given_back",
+                "Two calls returned one and the same array, so the second overwrites the first. "
+                "Make a new array in every call.",
+            )
         if again.error is None:
             second, _ = self._judge(case, again, self.exercise.right(case), both=False)
             if _steady(got, second):
@@ -272,12 +274,13 @@ class _Session:
             f"remember from one call to the next?",
         )
 
-    def _ask_again(self, axes):
+    def _ask_again(self):
         """Ask what was right once more: later, and in arrays that have held other numbers."""
         asked = [t for t in self.tried if t.problem is None and not t.case.larger]
         for t in asked[:1]:
-            if (problem := self._twice(t.case, t.got, first=True)) is not None:
-                self._fail(t.case, Answer(), problem, t.right, None)
+            problem = self._twice(t.case, Answer(), t.got, first=t is self.tried[0])
+            if problem is not None:
+                self._fail(t.case, Answer(), problem, t.right)
         if self.learner.library == "numpy":
             self._refill([t for t in asked if not t.case.hunts and not t.case.options])
 
@@ -311,7 +314,7 @@ class _Session:
 
     # --- the end ---
 
-    def _fail(self, case, answer, problem, right, got):
+    def _fail(self, case, answer, problem, right=None, got=None):
         self.failures.append(Failure(case.title, problem, case, answer, right, got))
 
     def _conclude(self):
@@ -321,7 +324,8 @@ class _Session:
             self.learner.name,
             failures=wrong or self.failures,
             right=[case.title for case in self.right],
-            not_checked=[f"{kind} ({_short(text)})" for kind, text in self.refused.items()],
+            not_checked=self.refused,
+            not_asked=[r for r in self.exercise.options if not self.learner.has(r)],
             notes=self.notes,
         )
         if self.failures:
@@ -334,6 +338,8 @@ class _Session:
         return report
 
 
+# what learners call the arrays that they move, where it is not the paper's letter
+ARRAYS = {"q": "Q", "k": "K", "v": "V", "o": "O", "out": "O", "lse": "L", "LSE": "L"}
 COUNTS = {
     "FlashAttention-2": io_model.fa2_traffic,
     "FlashAttention-1": io_model.fa1_traffic,
@@ -381,7 +387,11 @@ class _Counting(_Session):
         names = self.algorithms if len(self.algorithms) == 1 else COUNTS
         name = min(names, key=lambda name: np.abs(np.subtract(forms[name], counts)).sum())
         right["traffic"] = forms[name]
-        return got, compare(case, got, right)
+        problem = compare(case, got, right)
+        problem.sentence = f"{problem.sentence} Compared with {name}."
+        if self.memory is not None:
+            problem.sentence += f" {_by_array(self.memory, name, case)}"
+        return got, problem
 
     def _output(self, case, answer):
         attention = EXERCISES["attention"]
@@ -403,15 +413,29 @@ class _Counting(_Session):
         return report
 
 
-def _error_problem(error):
-    if error.kind == NOT_WRITTEN:
-        return Problem("not_written", "Not written yet.")
-    return Problem("error", error.headline)
-
-
-def _short(text):
-    line = text.splitlines()[0] if text else ""
-    return line if len(line) <= 90 else f"{line[:87]}..."
+def _by_array(memory, algorithm, case):
+    """Return which arrays move too much or too little through a memory, in words."""
+    if not memory.loads and not memory.stores:
+        return "Nothing moved through memory: use memory.load and memory.store for every array."
+    n_q, n_k, d, d_v = sizes_of(case).values()
+    T_r, T_c = -(-n_q // case.blocks[0]), -(-n_k // case.blocks[1])
+    if algorithm == "FlashAttention-2":
+        loads = {"Q": n_q * d, "K": T_r * n_k * d, "V": T_r * n_k * d_v}
+        stores = {"O": n_q * d_v, "L": n_q}
+    else:
+        state = {"O": T_c * n_q * d_v, "l": T_c * n_q, "m": T_c * n_q}
+        loads = {"Q": T_c * n_q * d, "K": n_k * d, "V": n_k * d_v, **state}
+        stores = {name: n + n // T_c for name, n in state.items()}  # line 2 stores them once
+    texts = []
+    for what, wanted, moved in (
+        ("loads", loads, memory.loads_by_array), ("stores", stores, memory.stores_by_array),
+    ):  # fmt: skip
+        seen = {ARRAYS.get(name, name): n for name, n in moved.items()}
+        for name in dict.fromkeys([*wanted, *seen]):
+            has, should = seen.get(name, 0), wanted.get(name, 0)
+            if has != should:
+                texts.append(f"{name}: {has} {what}, not {should}")
+    return f"By array, {'; '.join(texts)}." if texts else ""
 
 
 def _about_change(name, before, after):
