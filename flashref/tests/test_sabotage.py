@@ -323,7 +323,7 @@ FAULTS = {
         ("softmax", "return m_new, correction * l", "return m_new, l"),
         ("softmax", "o * (correction * l_prev)[..., None]", "o * correction[..., None]"),
         ("softmax", "o * (correction * l_prev)[..., None]", "o * l_prev[..., None]"),
-        ("softmax", "p @ v[cols]) / nonzero(l)", "p @ v[cols]) / nonzero(l_block)"),
+        ("softmax", "+ p_v) / nonzero(l)", "+ p_v) / nonzero(l_block)"),
         (
             "softmax",
             "p = np.exp(s[..., cols] - finite(m)",
@@ -332,15 +332,15 @@ FAULTS = {
         ("softmax", "m_block = s_j.max(axis=-1)", "m_block = s_j.max(axis=-1, initial=0)"),
     ],
     (check_merge, "merge"): [
-        ("softmax", "o = (part_a + part_b) / nonzero(e_a + e_b)[..., None]", "o = (o_a + o_b) / 2"),
-        ("softmax", "o = (part_a + part_b) / nonzero(e_a + e_b)[..., None]", "o = part_a + part_b"),
-        ("softmax", "lse = m + log_sum(e_a + e_b)", "lse = m + log_sum(e_a + e_b) / np.log(2)"),
+        ("softmax", "o, lse = part_a + part_b,", "o, lse = (o_a + o_b) / 2,"),
+        ("softmax", "w_a, w_b = e_a / nonzero(e), e_b / nonzero(e)", "w_a, w_b = e_a, e_b"),
+        ("softmax", "m + log_sum(e)", "m + log_sum(e) / np.log(2)"),
         ("softmax", "m = np.maximum(lse_a, lse_b)", "m = np.zeros_like(lse_a)"),
         ("softmax", "m = np.maximum(lse_a, lse_b)", "m = lse_a"),
         (
             "softmax",
-            "np.where(np.isneginf(lse_a)[..., None], 0, e_a[..., None] * o_a)",
-            "e_a[..., None] * o_a",
+            "np.where(np.isneginf(lse_a)[..., None], 0, w_a[..., None] * o_a)",
+            "w_a[..., None] * o_a",
         ),
         ("softmax", "np.exp(lse_b - finite(m))", "np.exp2(lse_b - finite(m))"),
     ],
@@ -356,12 +356,20 @@ FAULTS = {
         ("heads", "1 / d**0.5", "1 / d"),
     ],
     (check_backward, STANDARD): [
-        ("standard", "softmax_backward(P_, dP_, D)", "softmax_backward(P_, dP_, 0 * D)"),  # no D
+        (
+            "standard",
+            "softmax_backward(P_, dP_.copy(), D)",
+            "softmax_backward(P_, dP_.copy(), 0 * D)",
+        ),  # no D
         ("standard", "scores.scale * tile.product(dS_, K_)", "tile.product(dS_, K_)"),
         ("standard", "scores.scale * tile.product_t(dS_, Q_)", "tile.product_t(dS_, Q_)"),
         ("standard", "tile.product_t(tile.drop(P_), dO_)", "tile.product_t(P_, dO_)"),
         ("standard", "tile.drop(dO_ @ V_.T)", "dO_ @ V_.T"),
-        ("standard", "tile.backward(softmax_backward(P_, dP_, D))", "softmax_backward(P_, dP_, D)"),
+        (
+            "standard",
+            "tile.backward(softmax_backward(P_, dP_.copy(), D))",
+            "softmax_backward(P_, dP_.copy(), D)",
+        ),
         ("standard", "D = tile.clear(P_ * dP_).sum(axis=1)", "D = (P_ * dP_).sum(axis=1)"),
         ("softmax", "    dP *= P\n", ""),
     ],
@@ -462,8 +470,8 @@ FAULTS = {
         ("softmax", "range(0, n, size)", "range(0, n - size + 1, size)"),
     ],
     (check_backward, FA2): [
-        ("flash2", "(dO_all * O_all).sum(axis=1)", "0 * L"),  # no D
-        ("flash2", "(dO_all * O_all).sum(axis=1)", "dO_all.sum(axis=1)"),
+        ("flash2", "(dO_i * O_i).sum(axis=1)", "0 * L[rows]"),  # no D
+        ("flash2", "(dO_i * O_i).sum(axis=1)", "dO_i.sum(axis=1)"),
         ("flash2", "dK_j += scores.scale", "dK_j = scores.scale"),
         ("flash2", "dV_j += tile", "dV_j = tile"),
         ("flash2", "dQ_i = dQ_i + scores.scale", "dQ_i = scores.scale"),
@@ -486,7 +494,11 @@ FAULTS = {
     (check_per_pair, FA2): [
         ("flash2", "tile.clear(exp_minus(S_ij, L_i))", "exp_minus(S_ij, L_i)"),
         ("flash2", "tile.product(dS_ij, K_j)", "(dS_ij @ K_j)"),
-        ("scores", "product += np.where(unseen[:, j, None], 0, A[:, j, None] * B[j])", "pass"),
+        (
+            "softmax",
+            "product += np.where(unseen[..., j, None], 0, A[..., j, None] * B[j])",
+            "pass",
+        ),
     ],
     (check_traffic, FA2): [
         ("flash2", 'Q_i = hbm.load("Q", Q, rows)  # line 4', "Q_i = Q[rows]"),
@@ -561,14 +573,14 @@ FAULTS = {
         ("scores", "(low <= right) & (high >= -left)", "(low < right) & (high >= -left)"),
         ("scores", "np.logical_and, mask", "np.logical_or, mask"),  # a tile is full too soon
         (
-            "scores",
+            "softmax",
             "        return A @ B\n    bad",
             "        return A @ B\n    return A @ B\n    bad",
         ),
         (
             "scores",
             "self.rows if n_rows > 1 else whole",
-            "slice(0, _length(self.rows)) if n_rows > 1 else whole",
+            "slice(0, length(self.rows)) if n_rows > 1 else whole",
         ),
         ("scores", "1 / (1 - rule.dropout_p)", "1.0"),
         (

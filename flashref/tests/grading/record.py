@@ -65,7 +65,7 @@ class Session:
         """Return the line without what differs from run to run."""
         for folder in (self.folder, self.folder.resolve(), HERE.parents[2]):
             line = line.replace(str(folder), "...")
-        line = re.sub(r"(report\.py):\d+", r"\1", line)
+        line = re.sub(r"\S*(/flashref/check/report\.py):\d+", r"...\1", line)
         line = re.sub(r"\bin \d+\.\d+s\b.*", "in ... s", line)
         return re.sub(r"\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d\S*", "...", line)
 
