@@ -148,7 +148,9 @@ def _counts(exercise, value):
         try:
             array = to_array(x)
         except ValueError as error:
-            raise Unreadable("result", f"It returned {error} in {names}; two counts.") from None
+            raise Unreadable(
+                "result", f"It returned {error} in {names}; give back two counts."
+            ) from None
         if array.size != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
             raise Unreadable("result", f"It returned {value!r}; give back two counts, {names}.")
         numbers.append(array.reshape(()).item())
@@ -174,12 +176,17 @@ def wrong_places(got, right, tol):
 
 def compare(case, got, right):
     """Return the `Problem` with the numbers of an answer, or None if they are right."""
+    problem, fine = None, []
     for name, array in got.items():
         want = np.asarray(right[name], object if array.dtype == object else float)
         bad = wrong_places(array, want, tolerance(case))
-        if bad.any():
-            return _problem(name, array, want, bad)
-    return None
+        if not bad.any():
+            fine.append(name)
+        elif problem is None:
+            problem = _problem(name, array, want, bad)
+    if problem is not None and fine:
+        problem.sentence += f" {' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} right."
+    return problem
 
 
 def _problem(name, got, right, bad):

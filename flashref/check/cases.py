@@ -103,7 +103,7 @@ def softmax_cases(seed):
     row("three scores", [1, 2, 3], 3)
     row("the largest score comes last", [1, 2, 3, 10])
     row("the largest score comes first", [10, 3, 2, 1])
-    row("five scores, a shorter last block", [2, 0, 1, 3, 2.5])
+    row("five scores in blocks of 2: the last block is shorter", [2, 0, 1, 3, 2.5])
     row("fewer scores than a block holds", [0.5, -1, 2], 8)
     row("one score", [-4], 1)
     row("negative scores", [-3, -1, -2, -5])
@@ -228,8 +228,12 @@ def attention_cases(seed):
     case("2 queries, 3 keys", with_scores([[0, 1, 2], [2, 0, 1]], values(3)), (2, 3))
     case("the largest score comes last, and first", with_scores(late, values(4)), (3, 2))
     tail = with_scores([[1, 0, 2, 1, 3], [0, 2, 1, 1, -1]], values(5))
-    case("5 keys in blocks of 2", tail, (2, 2))
-    case("3 queries in blocks of 2", with_scores([[1, 0], [0, 2], [3, 1]], values(2)), (2, 2))
+    case("5 keys in blocks of 2: the last block is shorter", tail, (2, 2))
+    case(
+        "3 queries in blocks of 2: the last block is shorter",
+        with_scores([[1, 0], [0, 2], [3, 1]], values(2)),
+        (2, 2),
+    )
     small = with_scores([[1, 2, 1], [0, 2, 4]], values(3))
     case("blocks larger than the matrix", small, (8, 8))
     case("blocks of one", with_scores([[1, 3, 2], [2, 0, 1]], values(3, 1)), (1, 1))
@@ -287,10 +291,25 @@ def causal_cases(case, random, spread=9):
     for n, blocks in ((2, (2, 2)), (3, (2, 2)), (4, (2, 2))):
         inputs = with_scores([row[:n] for row in S[:n]], values(n))
         case(f"causal, {n} queries and {n} keys", inputs, blocks, causal)
-    case("causal, 1 query and 3 keys", with_scores([S[0][:3]], values(3)), (2, 2), causal)
-    case("causal, 2 queries and 4 keys", with_scores(S[:2], values(4)), (2, 2), causal)
+    case(
+        "causal, 1 query and 3 keys: it sees them all",
+        with_scores([S[0][:3]], values(3)),
+        (2, 2),
+        causal,
+    )
+    case(
+        "causal, 2 queries and 4 keys: the last query sees the last key",
+        with_scores(S[:2], values(4)),
+        (2, 2),
+        causal,
+    )
     few = with_scores([row[:2] for row in S[:3]], values(2))
-    case("causal, 3 queries and 2 keys: the first sees nothing", few, (2, 2), causal)
+    case(
+        "causal, 3 queries and 2 keys: the last query sees the last key, the first none",
+        few,
+        (2, 2),
+        causal,
+    )
     for n_q, n_k, blocks in ((9, 9, (3, 4)), (11, 11, (4, 2)), (7, 12, (3, 5)), (12, 7, (5, 3))):
         inputs = random_qkv(random, f"causal {n_q} {n_k}", n_q, n_k)
         case(f"causal, random, {n_q} queries and {n_k} keys", inputs, blocks, causal)
@@ -362,7 +381,11 @@ def backward_cases(seed):
     case("2 queries, 3 keys", with_scores([[0, 1, 2], [2, 0, 1]], values(3)), (2, 3))
     late = [[1, 2, 3, 5], [1, 1, 1, 1], [0, 1, 1, 2]]
     case("3 queries, 4 keys in blocks of 2", with_scores(late, values(4)), (2, 2))
-    case("5 keys in blocks of 2", with_scores([[1, 0, 2, 1, 3]] * 2, values(5)), (1, 2))
+    case(
+        "5 keys in blocks of 2: the last block is shorter",
+        with_scores([[1, 0, 2, 1, 3]] * 2, values(5)),
+        (1, 2),
+    )
     case("blocks larger than the matrix", with_scores([[1, 2, 1], [0, 2, 4]], values(3)), (8, 8))
     case("blocks of one", with_scores([[1, 3, 2], [2, 0, 1]], values(3, 1)), (1, 1))
     case("one query", random_qkv(random, "one query", 1, 6), (2, 4))
@@ -458,7 +481,13 @@ def block_sparse_cases(seed):
     hunt("scores near -20000", [[-20000, -20001, 0], [5, 6, -20000]], (1, 2), [[1, 0], [0, 1]])
     causal = {"causal": True}
     few = with_scores([row[:2] for row in S[:3]], values(2))
-    case("causal, 3 queries and 2 keys: the first sees nothing", few, (2, 2), [[1], [1]], causal)
+    case(
+        "causal, 3 queries and 2 keys: the last query sees the last key, the first none",
+        few,
+        (2, 2),
+        [[1], [1]],
+        causal,
+    )
     lowest = -(2.0**31)
     hunt("causal, a score of -2147483648", [[lowest, 0], [1, 2]], (2, 2), [[1]], causal)
     case("causal, 4 × 4 in tiles of 2", with_scores(S, values(4)), (2, 2), [[1, 1], [1, 1]], causal)

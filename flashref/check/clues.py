@@ -51,18 +51,6 @@ def _close(a, b, t):
 # --- the first wrong answer ---------------------------------------------------------------------
 
 
-def which_outputs(t):
-    """Say which of several results are right."""
-    names = list(t.got)
-    if len(names) == 1:
-        return None
-    fine = [name for name in names if _close(t.got[name], np.asarray(t.right[name]), t)]
-    wrong = [name for name in names if name not in fine]
-    if not fine:
-        return None
-    return f"{_and(fine)} {_is(fine)} right; {_and(wrong)} {_is(wrong)} not."
-
-
 def all_zero(t):
     """Say that nothing but zeros came out."""
     name, got, right, _ = _wrong(t)
@@ -249,7 +237,6 @@ def where_wrong(t):
 
 
 CLUES = (
-    which_outputs,
     all_zero,
     not_a_number,
     uniform_weights,
@@ -295,8 +282,7 @@ def only_when(tried, wrong):
     for what, test in SITUATIONS:
         affected = [t for t in tried if test(t.case)]
         if affected and all(test(t.case) for t in wrong) and len(affected) < len(tried):
-            every = len(wrong) == len(affected)
-            return f"Wrong only {what}, and there {'always' if every else 'sometimes'}."
+            return f"Wrong only {what}{', and there always' * (len(wrong) == len(affected))}."
     return None
 
 
@@ -355,14 +341,6 @@ def _nice(factor):
 
 def _flat(x):
     return x.reshape(-1, x.shape[-1])
-
-
-def _and(names):
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _is(names):
-    return "is" if len(names) == 1 else "are"
 
 
 def _rows(rows, name):

@@ -306,10 +306,12 @@ class Attention:
         return seen, zero, -INF if masked else 0.0
 
     def _head(self, S, seen, V, B_r, B_c, pad):
-        O, L = np.zeros((len(S), V.shape[1])), np.full(len(S), -INF)
+        dtype = S.dtype
+        O, L = np.zeros((len(S), V.shape[1]), dtype), np.full(len(S), -INF, dtype)
         for rows in blocks(len(S), B_r, self.tail_queries == "dropped"):
             n, visited = len(S[rows]), False
-            m, l, O_i, touched = np.full(n, self.start), np.zeros(n), O[rows], np.zeros(n, bool)
+            m, l, O_i = np.full(n, self.start, dtype), np.zeros(n, dtype), O[rows]
+            touched = np.zeros(n, bool)
             for cols in blocks(len(V), B_c, self.tail_keys == "dropped"):
                 visible = seen[rows, cols]
                 if self.skip and not visible.any():

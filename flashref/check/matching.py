@@ -91,10 +91,14 @@ class _Evidence:
         )
         self.failed = [t for t in self.tried if t.problem is not None]
         answers = [x for t in self.failed for x in (t.got or {}).values() if x.dtype != object]
-        shapes = [
-            x.shape for t in self.tried for x in t.case.inputs.values() if hasattr(x, "shape")
+        # a hidden block must have been full at least once, or it explains everything as a tail
+        lengths = {"q": -2, "k": -2, "x": -1}
+        longest = [
+            max(t.case[role].shape[axis] for t in self.tried if role in t.case)
+            for role, axis in lengths.items()
+            if any(role in t.case for t in self.tried)
         ]
-        self.longest = max((max(shape, default=1) for shape in shapes), default=1)
+        self.longest = min(longest, default=1)
         self.finite = all(np.isfinite(x).all() for x in answers)
 
     def explained_by(self, mistake, hidden, unguarded):

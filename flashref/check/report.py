@@ -189,7 +189,7 @@ class Report:
             return
         yield (
             "text",
-            "The simplest case that goes wrong" if kind != "error" else "The case",
+            "The simplest case that goes wrong" if kind != "error" else "The case that stopped it",
             (failure.title),
         )
         if failure.answer is not None and failure.answer.text:
@@ -251,7 +251,9 @@ def _call(failure):
     if large:
         lines.append("(the arrays are in report.failures[0].arguments)")
     elif (scores := _scores(failure.case)) is not None:
-        lines += _array_lines("the scores", scores)
+        lines += _array_lines(
+            "q kᵀ/√d" if failure.case.get("scale") is None else "scale q kᵀ", scores
+        )
     return "\n".join(lines)
 
 

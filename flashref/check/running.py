@@ -112,6 +112,7 @@ class _Session:
     def __init__(self, exercise, learner, questions):
         self.exercise, self.learner, self.questions = exercise, learner, questions
         self.axes, self.one_width = 0, False  # how the function wants its arrays; found out first
+        self.found = None  # the answer with which that was found out
         self.tried, self.failures, self.right = [], [], []
         self.refused = {}  # kind of size -> what the function said
         self.notes = []
@@ -138,6 +139,7 @@ class _Session:
                     self.axes = axes
                     answer = self._call(self._sized(case), first=True)
                     if answer.error is None and self._readable(self._sized(case), answer):
+                        self.found = answer
                         if self.one_width:
                             self.refused["d_v ≠ d"] = attempts["numpy", 0, False].said
                         return True
@@ -206,6 +208,8 @@ class _Session:
         right = self.exercise.right(case)
         got, problem = self._judge(case, answer, right, both=not first)
         self.tried.append(Tried(case, right, got, None, problem))
+        if first and problem is not None and self.found is not None:
+            problem = self._no_longer_right(case, right, problem)
         if problem is None:
             problem = self._manners(answer)
         if problem is None and repeat:
@@ -254,6 +258,11 @@ class _Session:
             )
         return None
 
+    def _no_longer_right(self, case, right, problem):
+        """Return the problem of a first case that was right when it was asked before."""
+        _, before = self._judge(case, self.found, right, both=False)
+        return problem if before is not None else _unsteady("another answer")
+
     def _twice(self, case, answer, got, first):
         """Ask the same thing again; return the problem if the answer is another one."""
         again = self._call(case, first)
@@ -268,11 +277,7 @@ class _Session:
             if _steady(got, second):
                 return None
         what = "another answer" if again.error is None else again.error.text
-        return Problem(
-            "unsteady",
-            f"The same call gave the right answer once, and then {what}. What does the function "
-            f"remember from one call to the next?",
-        )
+        return _unsteady(what)
 
     def _ask_again(self):
         """Ask what was right once more: later, and in arrays that have held other numbers."""
@@ -388,7 +393,7 @@ class _Counting(_Session):
         name = min(names, key=lambda name: np.abs(np.subtract(forms[name], counts)).sum())
         right["traffic"] = forms[name]
         problem = compare(case, got, right)
-        problem.sentence = f"{problem.sentence} Compared with {name}."
+        problem.sentence = f"Compared with {name}: {problem.sentence}"
         if self.memory is not None:
             problem.sentence += f" {_by_array(self.memory, name, case)}"
         return got, problem
@@ -434,8 +439,8 @@ def _by_array(memory, algorithm, case):
         for name in dict.fromkeys([*wanted, *seen]):
             has, should = seen.get(name, 0), wanted.get(name, 0)
             if has != should:
-                texts.append(f"{name}: {has} {what}, not {should}")
-    return f"By array, {'; '.join(texts)}." if texts else ""
+                texts.append(f"{name} {has} {what}, not {should}")
+    return f"By array: {'; '.join(texts)}." if texts else ""
 
 
 def _about_change(name, before, after):
@@ -450,6 +455,14 @@ def _about_change(name, before, after):
     return (
         f"The numbers are right, but the function changed its argument {name}{detail}. Work on a "
         f"copy, or write `x = x - m` in place of `x -= m`."
+    )
+
+
+def _unsteady(what):
+    return Problem(
+        "unsteady",
+        f"The same call gave the right answer once, and then {what}. What does the function "
+        f"remember from one call to the next?",
     )
 
 

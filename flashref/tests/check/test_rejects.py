@@ -1,0 +1,385 @@
+"""Wrong answers that no list knows are rejected all the same, and what can be said is said."""
+
+import functools
+
+import numpy as np
+import pytest
+
+import flashref
+from flashref import check
+from flashref.tests.check.solutions import correct
+
+
+def right(q, k, v, **options):
+    return flashref.standard_attention(q, k, v, **options)
+
+
+def with_noise(q, k, v):
+    o = right(q, k, v)
+    rng = np.random.default_rng(int(1e6 * abs(o).sum()) % 2**32)  # the same noise for each question
+    return o * (1 + 1e-3 * rng.standard_normal(o.shape))
+
+
+def with_one_wrong_number(q, k, v):
+    o = right(q, k, v)
+    if o.size > 6:
+        o[(-1,) * o.ndim] += 0.01
+    return o
+
+
+def in_float16(q, k, v):
+    q, k, v = (x.astype(np.float16) for x in (q, k, v))
+    S = q @ k.swapaxes(-1, -2) / np.float16(q.shape[-1] ** 0.5)
+    P = np.exp(S - S.max(axis=-1, keepdims=True))
+    return (P / P.sum(axis=-1, keepdims=True) @ v).astype(float)
+
+
+def with_a_nan_row(q, k, v):
+    o = right(q, k, v)
+    if o.shape[-2] > 4:
+        o[..., 3, :] = np.nan
+    return o
+
+
+def with_heads_swapped(q, k, v):
+    o = right(q, k, v)
+    return o.swapaxes(-3, -2) if o.ndim > 2 else o
+
+
+def with_heads_reshaped(q, k, v):
+    o = right(q, k, v)
+    return o.swapaxes(-3, -2).reshape(o.shape) if o.ndim > 2 else o
+
+
+def with_heads_rolled(q, k, v):
+    o = right(q, k, v)
+    return np.roll(o, 1, axis=-3) if o.ndim > 2 else o
+
+
+def with_a_key_forgotten(q, k, v):
+    return right(q, k[..., :-1, :], v[..., :-1, :]) if k.shape[-2] > 3 else right(q, k, v)
+
+
+def with_the_mask_turned(q, k, v, mask=None):
+    return right(q, k, v, mask=None if mask is None else ~mask)
+
+
+WRONG = {  # function: a word of the report that tells what to look at
+    with_noise: "3 digits",
+    with_one_wrong_number: "A single number is wrong",
+    in_float16: "float16",
+    with_a_nan_row: "row 3",
+    with_heads_swapped: "Two axes have changed places",
+    with_heads_reshaped: "A reshape does not swap axes",
+    with_heads_rolled: "wrong order along axis 0",
+    with_a_key_forgotten: "attention without key 3",
+    with_the_mask_turned: "the other way round",
+}
+
+
+@pytest.mark.parametrize(("function", "words"), WRONG.items(), ids=[f.__name__ for f in WRONG])
+def test_a_wrong_answer_that_is_on_no_list(function, words):
+    report = check.attention(function)
+    assert not report.passed
+    assert report.mistake is None
+    assert words in str(report).replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (lambda q, k, v: np.zeros((*q.shape[:-1], v.shape[-1])), "0 everywhere"),
+        (lambda q, k, v: v.mean(axis=-2, keepdims=True) + 0 * q[..., :1], "mean of V"),
+        (lambda q, k, v: 1.01 * right(q, k, v), "1.01 times the right one"),
+        (lambda q, k, v: -right(q, k, v), "opposite sign"),
+        (lambda q, k, v: right(q, k, v)[..., ::-1, :], "opposite order"),
+    ],
+    ids=["zeros", "mean", "factor", "sign", "order"],
+)
+def test_what_can_be_said_without_a_name(function, words):
+    report = check.attention(function)
+    assert report.mistake is None
+    assert words in " ".join(report.clues)
+
+
+# --- answers that hang on other calls -----------------------------------------------------------
+
+
+class Cached:
+    """The answer of the previous call, where the shape fits."""
+
+    def __init__(self):
+        self.last = None
+
+    def __call__(self, q, k, v):
+        last, self.last = self.last, right(q, k, v)
+        fits = last is not None and last.shape == self.last.shape
+        return last.copy() if fits else self.last.copy()
+
+
+class CachedByShape:
+    """The answer to the first question of each shape."""
+
+    def __init__(self):
+        self.answers = {}
+
+    def __call__(self, q, k, v):
+        return self.answers.setdefault((q.shape, k.shape), right(q, k, v)).copy()
+
+
+class CachedByIdentity:
+    """The answer that the same array objects got before."""
+
+    def __init__(self):
+        self.answers = {}
+
+    def __call__(self, q, k, v):
+        known = self.answers.setdefault(id(q), (q, right(q, k, v)))
+        return known[1].copy()
+
+
+class Tired:
+    """Right for a while."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __call__(self, q, k, v):
+        self.left -= 1
+        return right(q, k, v) * (1 if self.left > 0 else 1.01)
+
+
+class Buffered:
+    """One array for all answers of a shape."""
+
+    def __init__(self):
+        self.buffers = {}
+
+    def __call__(self, q, k, v):
+        o = right(q, k, v)
+        buffer = self.buffers.setdefault(o.shape, np.empty_like(o))
+        buffer[...] = o
+        return buffer
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Cached, "earlier call"),
+        (CachedByShape, "earlier call"),
+        (CachedByIdentity, "new numbers in the same arrays"),
+        (functools.partial(Tired, 10), "The same call gave the right answer once"),
+        (functools.partial(Tired, 2), "The same call gave the right answer once"),
+        (Buffered, "one and the same array"),
+    ],
+    ids=["previous", "by shape", "by identity", "tired", "tired at once", "buffered"],
+)
+def test_an_answer_must_depend_on_its_question_alone(make, words):
+    report = check.attention(make())
+    assert not report.passed
+    assert report.mistake is None
+    assert words in str(report).replace("\n  ", " ")
+
+
+def test_noise_of_its_own_is_noticed():
+    rng = np.random.default_rng(0)
+
+    def noisy(q, k, v):
+        return right(q, k, v) + 1e-5 * rng.random()
+
+    report = check.attention(noisy)
+    assert report.failures[0].kind == "unsteady"
+
+
+# --- manners ------------------------------------------------------------------------------------
+
+
+def doubling(q, k, v):
+    o = right(q, k, v)
+    k *= 2
+    return o
+
+
+def writing_into_q(q, k, v):
+    o = right(q, k, v)
+    if o.shape == q.shape:
+        q[...] = o
+        return q
+    return o
+
+
+def sorting(x):
+    p = correct.softmax_of_rows(x)
+    x.sort()
+    return p
+
+
+def clearing(x):
+    p = correct.softmax_in_plain_python(x)
+    x[:] = [0.0] * len(x)
+    return p
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("attention", doubling, "changed its argument k: k[0, 1] was 2 and is now 4"),
+        ("attention", writing_into_q, "changed its argument q"),
+        ("softmax", sorting, "changed its argument x"),
+        ("softmax", clearing, "changed its argument x: x[0] was 1 and is now 0"),
+    ],
+)
+def test_arguments_must_stay_what_they_are(name, function, words):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert report.failures[0].kind == "changed"
+    assert words in str(report).replace("\n  ", " ")
+
+
+def test_the_input_itself_is_no_answer():
+    report = check.attention(lambda q, k, v: v)
+    assert "It is the argument v itself" in str(report)
+
+
+def test_a_view_of_the_input_is_no_answer():
+    def attention(q, k, v):
+        return (
+            v[..., :1, :].repeat(3, axis=-2)
+            if k.shape[-2] != 1
+            else (np.broadcast_to(v, (*q.shape[:-1], v.shape[-1])))
+        )
+
+    def one_key(q, k, v):
+        return attention(q, k, v) if k.shape[-2] == 1 else right(q, k, v)
+
+    report = check.attention(one_key)
+    assert not report.passed
+    assert report.failures[0].kind == "given_back"
+    assert report.failures[0].title == "one key"
+
+
+# --- what is no answer at all -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "words"),
+    [
+        (lambda q, k, v: None, "result", "Is the `return` missing?"),
+        (lambda q, k, v: "0.5", "result", "o is a str"),
+        (lambda q, k, v: {"o": right(q, k, v)}, "result", "o is a dict"),
+        (lambda q, k, v: [[1.0, 2.0], [3.0], [4.0]], "result", "o is a ragged list"),
+        (lambda q, k, v: (right(q, k, v), 1, 2), "result", "a tuple of 3 things"),
+        (lambda q, k, v: right(q, k, v).astype(int), "dtype", "fractions are cut off"),
+        (lambda q, k, v: right(q, k, v) + 0j, "dtype", "complex"),
+        (lambda q, k, v: right(q, k, v).astype(np.float16), "dtype", "float16"),
+        (lambda q, k, v: right(q, k, v) > 1, "dtype", "bool"),
+        (lambda q, k, v: right(q, k, v)[:-1], "shape", "o has shape (1, 2); it should be (2, 2)"),
+        (lambda q, k, v: right(q, k, v)[None], "shape", "an axis of length 1 too many"),
+        (lambda q, k, v: right(q, k, v, return_lse=True)[::-1], "result", "in this order"),
+        (
+            lambda q, k, v: (right(q, k, v), right(q, k, v, return_lse=True)[1][..., None]),
+            "shape",
+            "lse has shape (2, 1)",
+        ),
+    ],
+)
+def test_a_result_that_is_no_answer_has_its_own_sentence(function, kind, words):
+    report = check.attention(function)
+    assert not report.passed
+    assert report.failures[0].kind == kind
+    assert words in str(report).replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "words"),
+    [
+        ("merge_attention", lambda o_a, lse_a, o_b, lse_b: o_a, "give back o, lse"),
+        ("attention_backward", lambda do, q, k, v: q, "give back dq, dk, dv"),
+        ("softmax", lambda x: (x, x.max()), "It returned a tuple of 2 things; I can read p"),
+        ("block_sizes", lambda M, d: M // (4 * d), "give back (B_r, B_c)"),
+        ("block_sizes", lambda M, d: ("3", "9"), "give back two counts"),
+        ("traffic", lambda n_q, n_k, d, block_q, block_k: 3, "give back (loads, stores)"),
+    ],
+)
+def test_what_is_asked_for_is_said(name, function, words):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert words in str(report).replace("\n  ", " ")
+
+
+def test_return_lse_must_be_honoured():
+    report = check.attention(lambda q, k, v, return_lse=False: right(q, k, v))
+    assert not report.passed
+    assert "return_lse=True" in str(report)
+
+
+def test_softmax_over_everything_is_no_softmax_of_rows():
+    def over_everything(x):
+        return np.exp(x - x.max()) / np.exp(x - x.max()).sum()
+
+    report = check.softmax(over_everything)
+    assert not report.passed
+    assert report.mistake is None
+    assert "Wrong only with more than one row" in str(report)
+
+
+# --- traffic ------------------------------------------------------------------------------------
+
+
+def flash_2(q, k, v, block_q, block_k, memory, forget=()):
+    """FlashAttention-2 that moves all but some arrays through the memory."""
+
+    def load(name, array, rows):
+        return array[rows] if name in forget else memory.load(name, array, rows)
+
+    o, lse = np.zeros((len(q), v.shape[1])), np.zeros(len(q))
+    for i in range(0, len(q), block_q):
+        rows = slice(i, i + block_q)
+        Q_i = load("Q", q, rows)
+        K = [load("K", k, slice(j, j + block_k)) for j in range(0, len(k), block_k)]
+        V = [load("V", v, slice(j, j + block_k)) for j in range(0, len(k), block_k)]
+        O_i = right(Q_i, np.concatenate(K), np.concatenate(V))
+        memory.store("O", o, rows, O_i)
+        if "L" not in forget:
+            memory.store("L", lse, rows, 0)
+    return o
+
+
+@pytest.mark.parametrize(
+    ("forget", "words"),
+    [
+        (("L",), "L 0 stores, not 8"),
+        (("V",), "V 0 loads, not 128"),
+    ],
+)
+def test_traffic_is_exact_by_array(forget, words):
+    def tiled(q, k, v, block_q, block_k, memory):
+        return flash_2(q, k, v, block_q, block_k, memory, forget)
+
+    report = check.traffic(tiled)
+    assert not report.passed
+    assert report.mistake is None
+    assert words in str(report).replace("\n  ", " ")
+    assert check.traffic(
+        lambda q, k, v, block_q, block_k, memory: flash_2(q, k, v, block_q, block_k, memory)
+    ).passed
+
+
+def test_traffic_wants_the_right_output_too():
+    def wrong(q, k, v, block_q, block_k, memory):
+        return 2 * flash_2(q, k, v, block_q, block_k, memory)
+
+    assert not check.traffic(wrong).passed
+
+
+def test_traffic_that_never_moves_is_told_so():
+    report = check.traffic(lambda q, k, v, block_q, block_k, memory: right(q, k, v))
+    assert "Nothing moved through memory" in str(report).replace("\n  ", " ")
+
+
+def test_traffic_may_not_change_the_algorithm_between_sizes():
+    def now_this_now_that(n_q, n_k, d, d_v, block_q, block_k):
+        form = flashref.io_model.fa1_traffic if n_q > 10 else flashref.io_model.fa2_traffic
+        return form(n_q, n_k, d, d_v, block_q=block_q, block_k=block_k)
+
+    assert not check.traffic(now_this_now_that).passed
