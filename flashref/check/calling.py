@@ -238,11 +238,10 @@ def as_function(function, backward=False):
     """
     if not inspect.isclass(function) or not callable(getattr(function, "apply", None)):
         return function
-    forward = function.__dict__.get("forward")
-    if forward is None or (backward and "backward" not in function.__dict__):
+    if not _writes(function, "forward") or (backward and not _writes(function, "backward")):
         return function.apply
     parameters = list(inspect.signature(function.forward).parameters.values())
-    if parameters and parameters[0].name in ("ctx", "context", "self", "_ctx"):
+    if parameters and parameters[0].name not in SPELLINGS["q"]:  # ctx, whatever it is called
         parameters = parameters[1:]
     signature = inspect.Signature(parameters)
     if not backward:
@@ -268,6 +267,12 @@ def as_function(function, backward=False):
     gradients.__signature__ = inspect.Signature([first, *parameters])
     gradients.__wrapped__ = function.forward
     return gradients
+
+
+def _writes(cls, name):
+    """Whether a class defines a method itself, or inherits it from one that is not PyTorch's."""
+    own = (base for base in cls.__mro__ if not base.__module__.startswith("torch"))
+    return any(name in base.__dict__ for base in own)
 
 
 def _autograd(function, do, q, k, v, *rest):

@@ -7,7 +7,7 @@ small arrays: it explains an answer that was wrong, and is never taken for the r
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -136,6 +136,12 @@ class Merge:
     maximum: bool = True  #: subtract the larger lse before exp
     tiled = False
 
+    def without_guards(self):
+        """Return what becomes of it where nothing guards against two empty parts."""
+        if not self.guard:
+            return ()
+        return [replace(self, guard=False, guard_lse=guarded) for guarded in (False, True)]
+
     @without_warnings
     def __call__(self, case, given):
         """Return {"o": ..., "lse": ...}."""
@@ -204,7 +210,7 @@ def each_head(how, run, q, k, v):
 class Attention:
     """Tiled attention, key blocks from left to right."""
 
-    scale: str = "right"  #: "right", "missing" or "1/d"
+    scale: str = "right"  #: "right", "missing", "missing by default" or "1/d"
     sees: str = "right"  #: a rule of `positions`
     fill: float = -INF  #: the score of a pair that is not seen
     fill_added: bool = False  #: added to the score instead of taking its place
@@ -221,6 +227,7 @@ class Attention:
     step_guard: bool = True  #: against -inf - -inf while a row has seen nothing
     summed: bool = False  #: softmax in each block by itself, results added
     divide: bool = True
+    by_log: bool = False  #: P = exp(S - log l) in place of a division: 0 where l is infinite
     #: 0 instead of 0/0: where nothing was "seen", wherever l is 0 ("l"), "no"; the same with an lse
     #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
     guard: str = "seen"
@@ -246,6 +253,12 @@ class Attention:
         rescaled = self.rescale_l == self.rescale_o == "yes" and self.maximum != "own"
         whole = self.tail_keys == "kept" and not self.summed and self.step_guard
         return self.whole_diagonal or self.skip or not (rescaled and whole)
+
+    def without_guards(self):
+        """Return what becomes of it where nothing guards against rows that see nothing."""
+        if self.guard != "seen":
+            return ()
+        return [replace(self, guard=guard) for guard in ("no", "nan")]
 
     def may_show(self, case):
         """Whether this can give a wrong answer on a case, as far as is seen without computing."""
@@ -287,6 +300,8 @@ class Attention:
             return 1.0
         if case.get("scale") is not None:
             return case["scale"]
+        if self.scale == "missing by default":
+            return 1.0
         return 1.0 / d if self.scale == "1/d" else d**-0.5
 
     def _visible(self, case):
@@ -348,6 +363,8 @@ class Attention:
     def _finish(self, m, l, O_i, empty, visited):
         if self.divide and not self.summed:
             O_i = O_i / (nonzero(l) if self.guard == "l" else l)[:, None]
+            if self.by_log:
+                O_i = np.where(np.isposinf(l)[:, None], 0, O_i)
         L_i = np.log(l) + (0 if self.lse == "no maximum" else m)
         if self.lse == "base 2":
             L_i = L_i * math.log2(math.e)
@@ -363,7 +380,12 @@ class ColumnAttention:
     """Attention whose softmax runs over the queries, for every key by itself."""
 
     axis: int = -2  #: 0 goes over the batch, or the heads, where there are any
+    guard: bool = True  #: 0 instead of 0/0 for a key that no query sees
     tiled = False
+
+    def without_guards(self):
+        """Return what becomes of it where nothing guards against keys that no query sees."""
+        return [replace(self, guard=False)] if self.guard else ()
 
     @without_warnings
     def __call__(self, case, given):
@@ -375,7 +397,8 @@ class ColumnAttention:
         k, v = (x if group == 1 else np.repeat(x, group, axis=-3) for x in (k, v))
         S = np.where(seen, right._scale(case) * q @ k.swapaxes(-1, -2), -INF)
         P = np.exp(S - finite(S.max(axis=self.axis, keepdims=True)))
-        P = P / nonzero(P.sum(axis=self.axis, keepdims=True))
+        l = P.sum(axis=self.axis, keepdims=True)
+        P = P / (nonzero(l) if self.guard else l)
         return {"o": P @ v, "lse": right(case, given)["lse"]}
 
 
@@ -396,6 +419,12 @@ class Backward:
     last_of_group: bool = False  #: dk and dv of the last query head that reads the key head
     guard: bool = True  #: P = 0 in rows that see nothing
     skip: bool = False  #: tiles without a visible pair are not visited
+
+    def without_guards(self):
+        """Return what becomes of it where nothing guards against rows that see nothing."""
+        if not self.guard:
+            return ()
+        return [replace(self, guard=False, skip=skip) for skip in (False, True)]
 
     @property
     def tiled(self):

@@ -3,7 +3,7 @@
 No name is better than a wrong one. `clues` says what can still be said when no mistake fits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -100,6 +100,7 @@ class _Evidence:
         ]
         self.longest = min(longest, default=1)
         self.finite = all(np.isfinite(x).all() for x in answers)
+        self.finite = self.finite and not any(t.arithmetic for t in self.failed)
 
     def explained_by(self, mistake, hidden, unguarded):
         """Whether a form of the mistake gives every answer seen."""
@@ -108,13 +109,11 @@ class _Evidence:
             if not unguarded:
                 if all(may_show(t.case) for t in self.failed) and _fits(form, given, self.tried):
                     return True
-            elif not self.finite and getattr(form, "guard", "") == "seen":
-                for guard in ("no", "nan"):
-                    both = replace(form, guard=guard)
-                    if _fits(both, given, self.tried) and any(
-                        _wrong(form, given, t) for t in self.failed
-                    ):
-                        return True
+                continue
+            for both in form.without_guards() if hasattr(form, "without_guards") else ():
+                fits = not self.finite and _fits(both, given, self.tried)
+                if fits and any(_wrong(form, given, t) for t in self.failed):
+                    return True
         return False
 
     def hypotheses(self, mistake, hidden):

@@ -96,7 +96,10 @@ CATALOGUE = (
                 OnlineSoftmax(start=0.0, maximum="none"),
                 OnlineSoftmax(start=0.0, maximum="none", guard=False),
             ],
-            **_forward(Attention(maximum="none"), Attention(maximum="none", guard="l")),
+            **_forward(
+                Attention(maximum="none"), Attention(maximum="none", guard="l"),
+                Attention(maximum="none", by_log=True),
+            ),
         },
     ),
     Mistake(
@@ -215,7 +218,7 @@ CATALOGUE = (
         "Your scores are √d times too large: the scale is missing.",
         "Compute one score by hand, q_0 · k_0 with its factor, and compare it with yours.",
         "01", "the scale 1/√d",
-        _forward(Attention(scale="missing")),
+        _forward(Attention(scale="missing"), Attention(scale="missing by default")),
     ),
     Mistake(
         "scale_one_over_d",

@@ -129,6 +129,10 @@ class Callable:
         return attention(q, k, v)
 
 
+class Inherits(correct.FlashClass):
+    """A second attempt that changes nothing."""
+
+
 def positional_only(q, k, v, causal=False, /):
     return attention(q, k, v, causal)
 
@@ -161,6 +165,7 @@ def any_keywords(**arrays):
         lambda q, keys, v: attention(q, keys, v),
         lambda v, q, k: attention(q, k, v),
         correct.FlashClass,
+        Inherits,
         correct.OnlyApply,
     ],
 )
@@ -174,7 +179,7 @@ def test_a_partial_that_fixes_causal_is_asked_without_it_too():
     assert check.attention(functools.partial(attention, causal=True)).passed
 
 
-@pytest.mark.parametrize("function", [correct.FlashClass])
+@pytest.mark.parametrize("function", [correct.FlashClass, Inherits])
 def test_a_class_with_apply_has_gradients(function):
     report = check.attention_backward(function)
     assert report.passed, report

@@ -228,6 +228,18 @@ def test_what_is_no_attention_gets_no_name(function, cases):
     assert report.mistake is None
 
 
+def test_an_answer_that_is_a_little_off_gets_no_name():
+    """Off by more than the tolerance, and by less than a mistake is recognised with."""
+
+    def a_little_off(q, k, v, block_q, block_k, causal=False):
+        return flashref.standard_attention(q, k, v, causal=causal) * (1 + 1e-4) + 1e-4
+
+    report = check.attention(a_little_off)
+    assert not report.passed
+    assert report.mistake is None
+    assert report.partly == (None, 0)
+
+
 def test_an_option_that_is_not_there_is_not_asked_for():
     """A mask that has no effect shows only where there is one."""
     ignored = attention(faulty.Attention(sees="ignored"), 8)

@@ -170,6 +170,13 @@ def merge_by_two(oa, la, ob, lb):
     return o, lse
 
 
+@makes("merge_base2", "merge_attention")
+def merge_by_two_unguarded(o_a, lse_a, o_b, lse_b):
+    w_a, w_b = (np.exp2(x - np.maximum(lse_a, lse_b)) for x in (lse_a, lse_b))
+    o = (w_a[..., None] * o_a + w_b[..., None] * o_b) / (w_a + w_b)[..., None]
+    return o, np.maximum(lse_a, lse_b) + np.log2(w_a + w_b)
+
+
 @makes("merge_empty_nan", "merge_attention")
 def merge_unguarded(o_a, lse_a, o_b, lse_b):
     w = np.exp(np.stack([lse_a, lse_b]) - np.maximum(lse_a, lse_b))
@@ -201,6 +208,23 @@ def attention_of_lists_without_maximum(Q, K, V):
             [sum(w * x for w, x in zip(e, col, strict=True)) / sum(e) for col in V.T.tolist()]
         )
     return out
+
+
+@makes("no_max_subtraction", "attention")
+def attention_by_a_bare_logarithm(q, k, v):
+    S = dot(q, k)
+    lse = np.log(np.exp(S).sum(-1))
+    return np.exp(S - lse[..., None]) @ v, lse
+
+
+@makes("softmax_wrong_axis", "attention")
+def attention_of_columns_unguarded(q, k, v, mask=None):
+    S = dot(q, k)
+    if mask is not None:
+        S = np.where(mask, S, -INF)
+    with np.errstate(invalid="ignore"):
+        P = np.exp(S - S.max(axis=-2, keepdims=True))
+        return np.einsum("...ij,...jc->...ic", P / P.sum(axis=-2, keepdims=True), v)
 
 
 @makes("softmax_wrong_axis", "attention")
@@ -361,6 +385,11 @@ def attention_unscaled(q, k, v, scale=None, causal=False):
     return weights(dot(q, k, 1.0), see) @ v
 
 
+@makes("scale_missing", "attention")
+def attention_unscaled_unless_told(q, k, v, sm_scale=1.0):
+    return weights(dot(q, k, sm_scale)) @ v
+
+
 @makes("scale_one_over_d", "attention")
 def attention_scaled_too_much(Q, K, V):
     return weights((Q / Q.shape[-1]) @ K.swapaxes(-1, -2)) @ V
@@ -405,20 +434,6 @@ for name, see in {
     "causal_future": lambda n_q, n_k: np.triu(np.ones((n_q, n_k), bool), n_k - n_q),
 }.items():
     makes(name, "attention")(causal_attention(see))
-
-
-@makes("causal_strict", "attention")
-def strict_in_loops(q, k, v, is_causal):
-    o = np.zeros((len(q), v.shape[1]))
-    for i in range(len(q)):
-        n = i if is_causal else len(k)  # one too few; and 0/0 in the first row
-        with np.errstate(all="ignore"):
-            e = np.exp(k[:n] @ q[i] / math.sqrt(q.shape[1]))
-            o[i] = e @ v[:n] / e.sum() if n == 0 else weights(np.log(e)) @ v[:n]
-    return o
-
-
-ODD.pop()  # its bare exponentials are a second mistake; the next is the same without it
 
 
 @makes("causal_strict", "attention")
@@ -482,6 +497,46 @@ def attention_dividing_by_nothing(q, k, v, causal=False, mask=None):
     with np.errstate(invalid="ignore"):
         P = np.exp(S - S.max(-1, keepdims=True))
         return P / P.sum(-1, keepdims=True) @ v
+
+
+@makes("empty_row_nan", "attention")
+def lists_dividing_by_nothing(q, k, v, causal=False):
+    out = []
+    for i in range(len(q)):
+        n = min(len(k), i + 1 + len(k) - len(q)) if causal else len(k)
+        m, l, acc = -INF, 0.0, [0.0] * v.shape[1]
+        for j in range(max(n, 0)):
+            s = float(q[i] @ k[j]) / math.sqrt(q.shape[1])
+            m, old = max(m, s), m
+            a, p = math.exp(old - m), math.exp(s - m)
+            l, acc = a * l + p, [a * x + p * y for x, y in zip(acc, v[j].tolist(), strict=True)]
+        out.append([x / l for x in acc])  # raises ZeroDivisionError where NumPy gives NaN
+    return out
+
+
+@makes("tail_keys_dropped", "attention")
+def lists_of_whole_blocks_only(q, k, v, block_k):
+    out = []
+    for row in dot(q, k).tolist():
+        n = len(row) // block_k * block_k
+        e = [math.exp(s - max(row[:n])) for s in row[:n]]
+        total = sum(e)
+        out.append([sum(p * y for p, y in zip(e, column, strict=False)) / total
+                    for column in v.T.tolist()])  # fmt: skip
+    return out
+
+
+@makes("no_inf_guard", "attention")
+def flash_with_a_mask_and_no_guard(q, k, v, mask=None, block_k=4):
+    S = dot(q, k) if mask is None else np.where(mask, dot(q, k), -INF)
+    m, l = np.full((len(q), 1), -INF), np.zeros((len(q), 1))
+    o = np.zeros((len(q), v.shape[1]))
+    for j in range(0, len(k), block_k):
+        new = np.maximum(m, S[:, j : j + block_k].max(1, keepdims=True))
+        with np.errstate(invalid="ignore"):
+            P, a = np.exp(S[:, j : j + block_k] - new), np.exp(m - new)
+        o, l, m = a * o + P @ v[j : j + block_k], a * l + P.sum(1, keepdims=True), new
+    return o / l
 
 
 @makes("no_inf_guard", "attention")
@@ -569,6 +624,19 @@ def gradients_with_large_dq(dO, Q, K, V):
 @makes("dk_unscaled", "attention_backward")
 def gradients_with_large_dk(dO, Q, K, V):
     return gradients(dO, Q, K, V, scales=(1, 0))
+
+
+@makes("dk_unscaled", "attention_backward")
+def gradients_with_large_dk_unguarded(do, q, k, v, causal=False):
+    S = dot(q, k)
+    if causal:
+        S = np.where(triangle(*S.shape[-2:]), S, -INF)
+    with np.errstate(invalid="ignore"):
+        P = np.exp(S - S.max(-1, keepdims=True))
+        P /= P.sum(-1, keepdims=True)
+    dP = do @ v.swapaxes(-1, -2)
+    dS = P * (dP - (P * dP).sum(-1, keepdims=True))
+    return dS @ k / q.shape[-1] ** 0.5, dS.swapaxes(-1, -2) @ q, P.swapaxes(-1, -2) @ do
 
 
 @makes("dq_overwritten", "attention_backward")
