@@ -273,13 +273,13 @@ def log_sum(l):
 
 
 def exp_minus(S, m):
-    """Return exp(S - m) row by row, written over S: a fresh tile would halve the speed."""
+    """Return exp(S - m) row by row, written over S: no fresh tile is allocated."""
     S -= finite(m)[:, None]
     return np.exp(S, out=S)
 
 
 def row_sum(P):
-    """Return the sum of each row, as a product with ones: BLAS adds three times as fast as sum."""
+    """Return the sum of each row, as a product with ones: BLAS adds faster than `sum`."""
     return P @ np.ones(P.shape[1], P.dtype)
 
 
