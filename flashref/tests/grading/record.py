@@ -24,6 +24,7 @@ SPOIL = {  # the right text and the wrong one
     ".py": ("math.sqrt(Q.shape[-1])", "Q.shape[-1]"),
 }
 MISTAKE = "scale_one_over_d"
+CHATTY = re.compile(r"CI$|BUILD_NUMBER$|PYTEST_")  # what makes pytest print more, or something else
 
 
 class Session:
@@ -40,7 +41,7 @@ class Session:
         """Run `python -m ...`; note the command, the lines of its output that fit, and its code."""
         programs = str(Path(sys.executable).parent)  # nbgrader calls one of them, alembic
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if not CHATTY.match(name)},
             "PATH": programs + os.pathsep + os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join(sys.path),
             "COLUMNS": "100",
