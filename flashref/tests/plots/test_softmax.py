@@ -1,15 +1,14 @@
 """Pictures show the numbers that the algorithms return, in words too, and not by colour alone."""
 
-import base64
-import importlib
 import itertools
-import sys
 
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
 
 from flashref import plots
+from flashref.plots.picture import RED
+from flashref.plots.softmax import DTYPES, ZONES, _vector
 from flashref.softmax import naive_softmax, online_softmax_steps, safe_softmax
 
 X, V = [1.0, 2.0, 3.0, 10.0], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
@@ -34,51 +33,10 @@ def texts(axes):
     return [text.get_text() for text in axes.texts]
 
 
-# The picture itself
-
-
-def test_a_notebook_gets_the_picture_in_its_size_and_the_words():
-    picture = plots.softmax_steps(X, V)
-    data, metadata = picture._repr_mimebundle_()
-    assert data["text/plain"] == repr(picture) == picture.alt
-    png = base64.b64decode(data["image/png"])
-    assert png.startswith(b"\x89PNG")
-    width, height = (int.from_bytes(png[at : at + 4], "big") for at in (16, 20))
-    assert abs(width - 2 * picture.width) <= 2 and abs(height - 2 * picture.height) <= 2
-    assert metadata["image/png"] == {"width": picture.width, "alt": picture.alt}
-    assert picture.width <= plots.PAGE_WIDTH
-
-
-def test_a_picture_can_be_saved(tmp_path):
-    picture = plots.exp_overflow()
-    picture.save(tmp_path / "exp.png")
-    assert (tmp_path / "exp.png").read_bytes() == picture.png()
-
-
-def test_drawing_leaves_the_readers_own_plots_alone():
-    import matplotlib
-
-    before = dict(matplotlib.rcParams)
-    plots.softmax_steps(X, V).png()
-    assert dict(matplotlib.rcParams) == before
-    assert all(matplotlib.rcParams[key] == matplotlib.rcParamsOrig[key] for key in plots.STYLE)
-    if "matplotlib.pyplot" in sys.modules:
-        assert sys.modules["matplotlib.pyplot"].get_fignums() == []
-
-
-def test_without_matplotlib_one_sentence_says_so(monkeypatch):
-    for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "flashref.plots")
-    with pytest.raises(ImportError, match=r"flashref.plots needs matplotlib.*pip install"):
-        importlib.import_module("flashref.plots")
-
-
 # exp and its ends
 
 
-@pytest.mark.parametrize("dtype", plots.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_exp_ends_where_the_picture_says(dtype):
     low, high = plots.exp_range(dtype)
     near = 1e-3 * abs(low), 1e-3 * high  # several spacings of the type, few of the number
@@ -90,12 +48,12 @@ def test_exp_ends_where_the_picture_says(dtype):
 def test_exp_picture_marks_the_end_of_each_type():
     picture = plots.exp_overflow()
     shown = " ".join(text for axes in picture.figure.axes for text in texts(axes))
-    for dtype in plots.DTYPES:
+    for dtype in DTYPES:
         for end in plots.exp_range(dtype):
             text = f"{end:.4f}".replace("-", "−")
             assert text in shown and text in picture.alt
     bars = [(bar.get_x(), bar.get_x() + bar.get_width()) for bar in picture.figure.axes[1].patches]
-    np.testing.assert_allclose(bars, [plots.exp_range(dtype) for dtype in plots.DTYPES])
+    np.testing.assert_allclose(bars, [plots.exp_range(dtype) for dtype in DTYPES])
 
 
 # The shift
@@ -127,7 +85,7 @@ def test_shift_picture_draws_each_zone_in_its_place_and_prints_the_shares():
         assert sum(bar.get_width() for bar in row) == pytest.approx(2000)
         for shift in (-1000, -18, 0, 8, 300, 1000):
             (bar,) = [b for b in row if b.get_x() <= shift <= b.get_x() + b.get_width()]
-            assert bar.get_hatch() == plots.ZONES[names[shift + 1000]][1], (dtype, shift)
+            assert bar.get_hatch() == ZONES[names[shift + 1000]][1], (dtype, shift)
     shown = texts(picture.figure.axes[0])
     assert "[0.000, 0.000, 0.000]" in shown and shown.count("[0.090, 0.245, 0.665]") == 2
     assert "float16 is right from c = −15 to 7; at c = 8 it gives [0.000" in picture.alt
@@ -206,7 +164,7 @@ def test_the_line_of_the_maximum_strikes_through_no_score(x):
         picture = plots.softmax_steps(x, block=1, show=[number])
         picture.png()  # a text has its place once it is drawn
         axes = panels(picture)[SCORES]
-        (level,) = (line for line in axes.lines if line.get_color() == plots.RED)
+        (level,) = (line for line in axes.lines if line.get_color() == RED)
         drawn = level.get_xydata()[np.isfinite(level.get_ydata())]
         assert len(drawn) > 50 and set(drawn[:, 1]) == {step.m}
         pixels = axes.transData.transform(drawn)
@@ -304,7 +262,7 @@ TREES = ((1, 2), (3, 4)), (((1, 2), 3), 4), (4, (1, (3, 2)))
 def test_every_tree_ends_at_attention_over_its_keys():
     o, lse = safe_softmax(np.array(X)) @ V, np.log(np.exp(X).sum())
     for tree in TREES:
-        assert f"o = {plots._vector(o)}, L = {lse:.6f}" in plots.merge_tree(X, V, tree).alt
+        assert f"o = {_vector(o)}, L = {lse:.6f}" in plots.merge_tree(X, V, tree).alt
     picture = plots.merge_tree(X, V, *TREES)
     assert len(picture.figure.axes) == len(TREES)
     assert picture.alt.count("ends at") == len(TREES) and "(((1 2) 3) 4)" in picture.alt
@@ -332,31 +290,13 @@ def luminance(color):
 
 
 def test_zones_differ_in_grey_and_in_hatch():
-    for (color, hatch), (other, other_hatch) in itertools.combinations(plots.ZONES.values(), 2):
+    for (color, hatch), (other, other_hatch) in itertools.combinations(ZONES.values(), 2):
         assert hatch != other_hatch
         assert color != other
-    assert luminance(plots.ZONES["NaN"][0]) < luminance(plots.ZONES["right"][0]) - 0.15
+    assert luminance(ZONES["NaN"][0]) < luminance(ZONES["right"][0]) - 0.15
 
 
 def test_the_package_softmax_gives_the_same_zones_where_types_agree():
     ours, own = (plots.shift_zones(fn, [1, 2, 3]) for fn in (naive_softmax, bare))
     for dtype in (np.float32, np.float64):  # float16 is calculated in float32 by the package
         assert ours[dtype] == own[dtype]
-
-
-# Traffic against block size
-
-
-def test_traffic_markers_are_counted_and_lie_on_the_closed_form():
-    picture = plots.traffic_by_block(n=24, d=4, blocks=(4, 7, 24))
-    lines = {line.get_linestyle(): line for line in picture.figure.axes[0].lines}
-    marked = [line for line in picture.figure.axes[0].lines if line.get_marker() in ("o", "s")]
-    assert len(marked) == 2
-    for line, closed_form in zip(
-        marked, (plots.io_model.fa1_traffic, plots.io_model.fa2_traffic), strict=True
-    ):
-        for block, moved in line.get_xydata():
-            tiles = dict(block_q=int(block), block_k=int(block))
-            assert moved == sum(closed_form(24, 24, 4, 4, **tiles))
-    assert lines["-"] is not None
-    assert f"{sum(plots.io_model.standard_traffic(24, 24, 4, 4)) / 1e6:.2f}" in picture.alt

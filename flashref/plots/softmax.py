@@ -1,110 +1,27 @@
-"""Static pictures for the lessons, drawn from what the algorithms return.
+"""Lessons 02 and 03: where exp ends, the running state of online softmax, the tree of merges."""
 
-Each function returns a `Picture`: a matplotlib figure with the words for those who cannot see it.
-Nothing is told by colour alone (hatch and label say it too), and the palette is Okabe and Ito's,
-which the common forms of colour blindness leave distinct. Needs matplotlib.
-"""
-
-import base64
-import io
 import itertools
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
-from flashref import io_model
-from flashref.flash1 import flash_attention_1
-from flashref.flash2 import flash_attention_2
 from flashref.inputs import float_array, require
-from flashref.memory import Memory
+from flashref.plots.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PAGE_WIDTH,
+    PALE,
+    PIXELS_PER_INCH,
+    RED,
+    SKY,
+    Picture,
+    styled,
+)  # fmt: skip
 from flashref.softmax import merge_attention, online_softmax_steps, safe_softmax
-
-try:
-    import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.image import imsave
-    from matplotlib.patches import Patch
-except ImportError as error:
-    raise ImportError(
-        "flashref.plots needs matplotlib, which is not installed: python -m pip install matplotlib"
-    ) from error
-
-ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
-BLUE, RED, PURPLE, INK = "#0072B2", "#D55E00", "#CC79A7", "#222222"
-PALE, GREY = "#E8E8E8", "#767676"
-
-PAGE_WIDTH = 826  # CSS pixels, what fits a notebook's column
-PIXELS_PER_INCH = 96  # of the page; the picture itself has twice as many, for sharp screens
-STYLE = {
-    "font.size": 10.5,
-    "figure.dpi": 2 * PIXELS_PER_INCH,
-    "figure.titlesize": 11,
-    "axes.titlesize": 10.5,
-    "axes.titlelocation": "left",
-    "axes.labelsize": 10,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": GREY,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
-    "hatch.linewidth": 0.7,
-}
-styled = matplotlib.rc_context(STYLE)
-
-
-class Picture:
-    """A figure and its alternative text; a notebook shows the one and hands on the other.
-
-    Attributes
-    ----------
-    figure : matplotlib.figure.Figure
-    alt : str
-        What the picture shows, in words; also its plain-text form.
-    """
-
-    def __init__(self, figure, alt):
-        self.figure, self.alt = figure, alt
-
-    @property
-    def width(self):
-        """Width on the page in CSS pixels."""
-        return round(self.figure.get_figwidth() * PIXELS_PER_INCH)
-
-    @property
-    def height(self):
-        """Height on the page in CSS pixels."""
-        return round(self.figure.get_figheight() * PIXELS_PER_INCH)
-
-    @styled
-    def png(self):
-        """Return the picture as the bytes of a PNG file."""
-        # savefig would draw twice, and a widget waits for this
-        canvas = FigureCanvasAgg(self.figure)
-        canvas.draw()
-        with io.BytesIO() as file:
-            imsave(file, canvas.buffer_rgba(), format="png")
-            return file.getvalue()
-
-    def save(self, path):
-        """Write the picture to a PNG file."""
-        with open(path, "wb") as file:
-            file.write(self.png())
-
-    def __repr__(self):
-        """Show the alternative text."""
-        return self.alt
-
-    def _repr_mimebundle_(self, include=None, exclude=None):
-        data = {"text/plain": self.alt, "image/png": base64.b64encode(self.png()).decode("ascii")}
-        return data, {"image/png": {"width": self.width, "alt": self.alt}}
-
 
 # Lesson 02: where exp overflows, and where a softmax dies of it
 
@@ -570,68 +487,3 @@ def _tex(value):
 
 def _bracket(text):
     return f"({text})" if text.startswith("-") else text
-
-
-# Traffic against block size: counted dots on the closed form's line
-
-
-@styled
-def traffic_by_block(n=1024, d=64, blocks=(16, 32, 64, 128, 256, 512, 1024)):
-    """Draw how much each algorithm moves, counted by running it, against the size of its tiles.
-
-    Parameters
-    ----------
-    n, d : int
-        Queries and keys; columns of q, k and v.
-    blocks : sequence of int
-        Square tiles to run.
-
-    Returns
-    -------
-    picture : Picture
-        Markers are what `Memory` counted, lines the closed forms of `io_model`.
-    """
-    q, k, v = np.random.default_rng(0).standard_normal((3, n, d))
-    curves = {
-        "FlashAttention-1": (flash_attention_1, io_model.fa1_traffic, ORANGE, "--", "s"),
-        "FlashAttention-2": (flash_attention_2, io_model.fa2_traffic, BLUE, "-", "o"),
-    }
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.6), layout="constrained")
-    axes = figure.subplots()
-    whole = sum(io_model.standard_traffic(n, n, d, d))
-    least = 4 * n * d
-    axes.axhline(whole, color=INK, linewidth=1.8)
-    axes.axhline(least, color=GREY, linewidth=1.2, linestyle=":")
-    words = []
-    for name, (algorithm, closed_form, color, dash, marker) in curves.items():
-        counted = []
-        for block in blocks:
-            hbm = Memory()
-            algorithm(q, k, v, block_q=block, block_k=block, memory=hbm)
-            counted.append(hbm.loads + hbm.stores)
-        fine = np.unique(np.geomspace(blocks[0], blocks[-1], 200).astype(int))
-        line = [sum(closed_form(n, n, d, d, block_q=int(b), block_k=int(b))) for b in fine]
-        axes.plot(fine, line, color=color, linestyle=dash, linewidth=1.6)
-        axes.plot(blocks, counted, marker, color=color, markersize=7, markeredgecolor="white")
-        place, shift, side = (0, (14, 3), "left") if marker == "s" else (2, (-8, -15), "right")
-        axes.annotate(
-            name, (blocks[place], counted[place]), xytext=shift, textcoords="offset points",
-            color=color, fontweight="bold", ha=side,
-        )  # fmt: skip
-        words.append(f"{name} {counted[0] / 1e6:.1f} down to {counted[-1] / 1e6:.2f} million")
-    axes.text(blocks[-1], whole, "standard attention", ha="right", va="bottom")
-    axes.text(blocks[0], least, "reading Q, K, V and writing O once", va="bottom", color=GREY)
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    axes.set_xticks(blocks, [str(block) for block in blocks])
-    axes.set(
-        xlabel="rows and columns of a tile, $B_r = B_c$", ylabel="elements moved",
-        title=f"Larger tiles move less: N = {n}, d = {d}, one head, forward",
-    )  # fmt: skip
-    alt = (
-        f"Elements moved between slow and fast memory against tile size, N = {n}, d = {d}. "
-        f"Standard attention moves {whole / 1e6:.2f} million whatever the tile; "
-        f"{' and '.join(words)} as tiles grow from {blocks[0]} to {blocks[-1]}. "
-        f"Counted markers lie on the closed form's lines."
-    )
-    return Picture(figure, alt)

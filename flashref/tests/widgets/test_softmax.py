@@ -10,6 +10,7 @@ import pytest
 from ipywidgets import Button
 
 from flashref import plots, widgets
+from flashref.widgets.explorer import image
 
 X, V = [1.0, 2.0, 3.0, 10.0], [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]]
 
@@ -53,7 +54,7 @@ def test_controls_choose_the_step_that_is_drawn(stepper, block, step):
     set_to(stepper, block=block, step=step)
     expected = plots.softmax_steps(X, V, block, show=[step])
     assert stepper.text == expected.alt
-    assert shown(stepper)[0] == widgets._image(expected)
+    assert shown(stepper)[0] == image(expected)
 
 
 def test_reversed_order_takes_the_values_along(stepper):
