@@ -53,9 +53,9 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
 
     Notes
     -----
-    In registers and tensor_core, a NaN or infinity in a row of v that a query does not see can
-    still reach it, when both lie in one tile on the diagonal: there the masked weight is 0, and 0
-    times NaN is NaN. naive and tiled skip what is not seen.
+    In registers and tensor_core, a NaN or infinity in a row of v can reach a query that does not
+    see it if another query of the same block does: there its weight is 0, and 0 times NaN is NaN.
+    naive and tiled skip what is not seen.
     """
     from flashref.cuda import launch
 

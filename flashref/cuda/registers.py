@@ -64,8 +64,8 @@ def forward_kernel(D, BQ, BK, TX):
     FLOATS = C0 + BQ
 
     @inline
-    def copy(shared, to, matrix, first, factor):
-        """Copy BK rows to shared memory, times a factor; beyond the matrix come zeros.
+    def copy(shared, to, matrix, first, end, factor):
+        """Copy BK rows to shared memory, times a factor; from row `end` on come zeros.
 
         All loads start before the first store waits for one.
         """
@@ -75,7 +75,7 @@ def forward_kernel(D, BQ, BK, TX):
             r, c = first + (t + n * THREADS) // FOURS, (t + n * THREADS) % FOURS * 4
             x = 4 * n
             X[x], X[x + 1], X[x + 2], X[x + 3] = ZEROS
-            if r < matrix.shape[0] and c < matrix.shape[1]:  # neighbours read neighbouring columns
+            if r < end and c < matrix.shape[1]:  # neighbours read neighbouring columns
                 X[x], X[x + 1], X[x + 2], X[x + 3] = load4_global(matrix, r, c)
         for n in range(COPIES):
             r, c = (t + n * THREADS) // FOURS, (t + n * THREADS) % FOURS * 4
@@ -99,11 +99,12 @@ def forward_kernel(D, BQ, BK, TX):
         Q, K, V = q[b, h], k[b, kv_head], v[b, kv_head]
         n_q, n_k = Q.shape[0], K.shape[0]
         first = (cuda.gridDim.x - 1 - cuda.blockIdx.x) * BQ  # causal: the longest rows first
-        stop = n_k if first + BQ + offset > n_k else first + BQ + offset
+        end = n_q if first + BQ > n_q else first + BQ
+        stop = n_k if end + offset > n_k else end + offset
         full = n_k if first + 1 + offset > n_k else first + 1 + offset  # every row sees these
 
         for part in range(0, BQ, BK):  # line 4, with the scale in Q_i
-            copy(shared, part * PITCH, Q, first + part, scale)
+            copy(shared, part * PITCH, Q, first + part, n_q, scale)
         for x in range(N_O):
             O[x] = float32(0)
         for a in range(RQ):
@@ -113,7 +114,7 @@ def forward_kernel(D, BQ, BK, TX):
 
         for start in range(0, stop, BK):  # line 6
             cuda.syncthreads()  # nobody reads V_j and P of the last tile any more
-            copy(shared, K0, K, start, float32(1))  # line 7
+            copy(shared, K0, K, start, stop, float32(1))  # line 7
             cuda.syncthreads()
 
             for x in range(N_S):
@@ -151,7 +152,7 @@ def forward_kernel(D, BQ, BK, TX):
                         m_new = A[e] if A[e] > m_new else m_new
                 shared[uint32(M0 + r)] = m_new
                 shared[uint32(C0 + r)] = math.exp(m - m_new)
-            copy(shared, K0, V, start, float32(1))  # V_j takes the place of K_j
+            copy(shared, K0, V, start, stop, float32(1))  # V_j takes the place of K_j
             cuda.syncthreads()
 
             for a in range(RQ):

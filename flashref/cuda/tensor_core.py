@@ -272,8 +272,9 @@ def forward_function(D, half, BR, BC, WARPS, Q_IN_REGISTERS, inline):
         v_head = ptx.global_address(v) + uint64(b * v.strides[0] + kv_head * v.strides[1])
 
         first = block * BR
-        last = first + BR + offset  # keys that the block's last row sees, and its first row:
-        stop = n_k if last > n_k else last
+        end = n_q if first + BR > n_q else first + BR
+        # how many keys the block's last row sees, and its first row
+        stop = n_k if end + offset > n_k else end + offset
         full = n_k if first + 1 + offset > n_k else first + 1 + offset
         row = (int32(cuda.threadIdx.x) >> 5) * (16 * MT)  # this warp's rows of the block
 
@@ -292,8 +293,9 @@ def forward_function(D, half, BR, BC, WARPS, Q_IN_REGISTERS, inline):
             l[x] = float32(0)
 
         copy_rows(Q_i, q_head, q.strides[2], first, n_q, d)  # line 4
-        copy_keys(tiles, k_head, k.strides[2], 0, n_k, d)
-        copy_keys(uint32(tiles + TILE), v_head, v.strides[2], 0, n_k, d_v)
+        # from `stop` on nobody here looks: zeros, lest a NaN there meet a weight of 0
+        copy_keys(tiles, k_head, k.strides[2], 0, stop, d)
+        copy_keys(uint32(tiles + TILE), v_head, v.strides[2], 0, stop, d_v)
         ptx.copy_wait()
         cuda.syncthreads()
         if Q_IN_REGISTERS:
@@ -306,8 +308,8 @@ def forward_function(D, half, BR, BC, WARPS, Q_IN_REGISTERS, inline):
             cuda.syncthreads()
             if start + BC < stop:  # whose place the next one may take
                 K_next = uint32(tiles + ((start // BC + 1) & 1) * (2 * TILE))
-                copy_keys(K_next, k_head, k.strides[2], start + BC, n_k, d)
-                copy_keys(uint32(K_next + TILE), v_head, v.strides[2], start + BC, n_k, d_v)
+                copy_keys(K_next, k_head, k.strides[2], start + BC, stop, d)
+                copy_keys(uint32(K_next + TILE), v_head, v.strides[2], start + BC, stop, d_v)
             scores(S, Q, Q_i, K_j, row)
             if negative:  # softmax takes the maximum before the scale, so the scale is its size
                 for x in range(N_S):

@@ -50,6 +50,7 @@ def problems(rung, blocks):
     yield from check(rung, blocks, normal, (0,), (3,), (4, 4), False, None)
     # scores in the hundreds: each tile brings a new maximum, and rounding shows in every one
     yield from check(rung, blocks, wide, (5,), (9,), (4, 4), True, 1.0, tolerance=2e-4)
+    yield from check_nan_that_nobody_sees(rung, blocks, normal)
     if rung in ("naive", "tiled"):
         yield from check_unseen_nan(rung, blocks, normal)
 
@@ -85,6 +86,18 @@ def check_unseen_nan(rung, blocks, normal):
     o, lse = launch.forward(q, k, v, None, True, True, rung, blocks)
     if not (np.isfinite(o[:3]).all() and np.isfinite(lse[:3]).all() and np.isnan(lse[3])):
         yield f"{rung}: a NaN reaches queries that do not see it, or not the one that does"
+
+
+def check_nan_that_nobody_sees(rung, blocks, normal):
+    """Yield what keys that no query sees do to the result: nothing, whatever they hold."""
+    from flashref.cuda import launch
+
+    q, k, v = normal(3, 4), normal(7, 4), normal(7, 4)
+    k[3:], v[3:] = np.nan, np.inf
+    o, lse = launch.forward(q, k, v, None, "top-left", True, rung, blocks)
+    gold = flashref.standard_attention(q, k[:3], v[:3], causal=True, return_lse=True)
+    for name, x, y in zip(("o", "lse"), (o, lse), gold, strict=True):
+        yield from differences(f"{rung}, NaN that nobody sees: {name}", x, y, TOLERANCE)
 
 
 def differences(what, got, gold, tolerance):

@@ -83,6 +83,17 @@ def test_bfloat16(blocks):
     assert error <= 8e-3 and lse_error <= 1e-5
 
 
+def test_what_nobody_sees_has_no_effect():
+    """Keys beyond the last that any query of the block sees may hold anything, NaN too."""
+    rng = np.random.default_rng(0)
+    q, k, v = (encode(rng.standard_normal((1, 1, n, 64)), "float16") for n in (20, 40, 40))
+    clean = emulator.attention(q, k, v, half="float16", blocks=SMALL, causal="top-left")
+    k[:, :, 20:], v[:, :, 20:] = encode(np.array([np.nan, np.inf]), "float16")
+    got = emulator.attention(q, k, v, half="float16", blocks=SMALL, causal="top-left")
+    np.testing.assert_array_equal(got[0], clean[0])
+    np.testing.assert_array_equal(got[1], clean[1])
+
+
 def test_ten_seeds():
     for seed in range(10):
         assert case(45, 50, seed=seed, blocks=SMALL, causal=True)[0] <= 1e-3
