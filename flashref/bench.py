@@ -1,6 +1,8 @@
-"""`python -m flashref bench cpu`: the algorithms and their peers, side by side in one process.
+"""`python -m flashref bench cpu|gpu`: the algorithms and their peers, side by side in one process.
 
-Runs alternate (A B C A B C …) and medians are compared within one run only: milliseconds do not
+On the CPU (for the other, see `bench gpu --help`):
+
+runs alternate (A B C A B C …) and medians are compared within one run only: milliseconds do not
 travel from machine to machine, ratios do better. Peers: naive NumPy as one writes it, and PyTorch's
 CPU kernel where torch is installed. For the rules of timing see "How to time" in CONTRIBUTING.md.
 """
@@ -23,8 +25,13 @@ from flashref import flash2, heads
 
 def main(argv=None):
     """Run the command line; return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["gpu"]:
+        from flashref.cuda import bench
+
+        return bench.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m flashref bench", description=__doc__)
-    parser.add_argument("what", choices=["cpu"], help="which side-by-side table to print")
+    parser.add_argument("what", choices=["cpu", "gpu"], help="which side-by-side table to print")
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="runs of each candidate (default 5)")
     parser.add_argument("--quick", action="store_true", help="a quarter of the length, for a look")

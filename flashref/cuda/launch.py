@@ -7,14 +7,17 @@ All rungs express causality by one number: query i sees the keys below i + 1 + o
 n_k. offset = n_k - n_q is bottom-right causal, 0 top-left, and n_k hides nothing.
 """
 
+import ctypes
 import functools
 import importlib
 import math
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from flashref.cuda import arrays, device
+from flashref.cuda.arrays import View
 from flashref.cuda.device import GpuError
 from flashref.heads import Options, check_heads, check_rules
 
@@ -96,45 +99,100 @@ class Run:
                     f"and batch are two of these axes; split the batch"
                 )
         self.first_that_fits([kernel])
-        compiled = _compiled(kernel, None if device.simulated() else _current().id)
-        stream = cuda.external_stream(self.library.stream) if self.library.stream else 0
-        compiled[grid, kernel.threads, stream, kernel.shared_bytes](*values)
+        launch = _compiled(kernel, None if device.simulated() else _current().id)
+        launch(grid, self.library.stream, values)
 
 
 @functools.cache
 def _compiled(kernel, device_id):
-    """Return the kernel compiled for the current card, with its shared memory granted."""
+    """Return the kernel compiled for the current card, as what launches it."""
     if device_id is None:
-        return cuda.jit(kernel.function)
+        return _ByNumba(cuda.jit(kernel.function), kernel)
     options = {"fastmath": True}
     if device.has_numba_cuda():
         options["launch_bounds"] = kernel.launch_bounds
     signature = types.void(*kernel.arguments)
     try:
         compiled = cuda.jit(signature, **options)(kernel.function)
-        if kernel.shared_bytes > STATIC_SHARED:
-            _grant_shared(compiled, kernel.shared_bytes)
+        return (_ByDriver if device.has_numba_cuda() else _ByNumba)(compiled, kernel)
     except Exception as error:
         reason = device.explain(error)
         raise GpuError(f"{kernel.function.__name__} cannot be compiled: {reason}") from error
-    return compiled
 
 
-def _grant_shared(compiled, n_bytes):
-    """Ask the driver for more than 48 KiB of shared memory a block: Numba does not do it."""
-    if not device.has_numba_cuda():
-        raise GpuError(
-            "more than 48 KiB of shared memory needs numba-cuda: pip install 'flashref[gpu]'"
-        )
-    from cuda.bindings import driver
+class _ByNumba:
+    """Launches a kernel as Numba does: in the simulator, and where numba-cuda is not installed."""
 
-    (loaded,) = compiled.overloads.values()
-    loaded.bind()
-    handle = loaded._codelibrary.get_cufunc().handle
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    (status,) = driver.cuKernelSetAttribute(attribute, n_bytes, handle, _current().id)
+    def __init__(self, compiled, kernel):
+        if kernel.shared_bytes > STATIC_SHARED and not device.simulated():
+            raise GpuError(
+                "more than 48 KiB of shared memory needs numba-cuda: pip install 'flashref[gpu]'"
+            )
+        self.compiled, self.kernel = compiled, kernel
+
+    def __call__(self, grid, stream, values):
+        stream = cuda.external_stream(stream) if stream else 0
+        values = [cuda.as_cuda_array(x) if isinstance(x, View) else x for x in values]
+        self.compiled[grid, self.kernel.threads, stream, self.kernel.shared_bytes](*values)
+
+
+class _ByDriver:
+    """Launches a kernel by one call of the driver: by way of Numba it takes 20 times as long.
+
+    A kernel of Numba's takes an array as 5 + 2 ndim numbers: its memory's owner and its parent,
+    which a kernel never uses, its size and item size, where it is, its shape and its strides.
+    """
+
+    def __init__(self, compiled, kernel):
+        from cuda.bindings import driver
+
+        self.driver = driver
+        (loaded,) = compiled.overloads.values()
+        loaded.bind()
+        handle = loaded._codelibrary.get_cufunc().handle
+        if kernel.shared_bytes > STATIC_SHARED:  # nobody else asks for more than 48 KiB
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            bytes_and_card = kernel.shared_bytes, handle, _current().id
+            _succeed(driver, driver.cuKernelSetAttribute(attribute, *bytes_and_card))
+        self.function = _succeed(driver, driver.cuKernelGetFunction(handle))
+        threads = kernel.threads if isinstance(kernel.threads, tuple) else (kernel.threads,)
+        self.threads = (*threads, 1, 1)[:3]
+        self.shared_bytes, self.owner = kernel.shared_bytes, compiled
+        formats = {F32: "f4x", I32: "i4x"}  # a place of 8 bytes for each
+        places = [formats.get(t) or (5 + 2 * t.ndim) * "q" for t in kernel.arguments]
+        self.places = struct.Struct("<" + "".join(places))
+        self.pointers = ctypes.c_void_p * (self.places.size // 8)
+
+    def __call__(self, grid, stream, values):
+        numbers = []
+        for x in values:
+            if isinstance(x, int | float):
+                numbers.append(x)
+            elif isinstance(x, View):
+                numbers += (0, 0, x.size, x.itemsize, x.pointer, *x.shape, *x.strides)
+            else:  # Numba's own
+                pointer = x.__cuda_array_interface__["data"][0]
+                numbers += (0, 0, x.size, x.dtype.itemsize, pointer, *x.shape, *x.strides)
+        packed = ctypes.create_string_buffer(self.places.pack(*numbers), self.places.size)
+        first = ctypes.addressof(packed)
+        pointers = self.pointers(*range(first, first + self.places.size, 8))
+        _succeed(
+            self.driver,
+            self.driver.cuLaunchKernel(
+                self.function, *grid, *self.threads, self.shared_bytes, stream,
+                ctypes.addressof(pointers), 0,
+            ),
+        )  # fmt: skip
+
+
+def _succeed(driver, answer):
+    """Return what a call of the driver returned, or raise what it says."""
+    status, *values = answer
     if status != driver.CUresult.CUDA_SUCCESS:
-        raise GpuError(f"the driver refuses {n_bytes} bytes of shared memory: {status.name}")
+        raise GpuError(
+            f"the driver says {status.name}: {device.explain(RuntimeError(status.name))}"
+        )
+    return values[0] if values else None
 
 
 def _current():

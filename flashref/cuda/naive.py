@@ -68,8 +68,11 @@ def _product(P, v, o, offset):
         kv_head = h // (P.shape[1] // v.shape[1])
         seen = n_k if i + 1 + offset > n_k else i + 1 + offset
         acc = float32(0)
-        for j in range(seen):
-            acc += P[b, h, i, j] * v[b, kv_head, j, c]
+        for first in range(0, seen, 32):  # in pieces: one long sum would gather more rounding
+            part = float32(0)
+            for j in range(first, seen if first + 32 > seen else first + 32):
+                part += P[b, h, i, j] * v[b, kv_head, j, c]
+            acc += part
         o[b, h, i, c] = acc
 
 

@@ -50,6 +50,7 @@ def problems(rung, blocks):
     yield from check(rung, blocks, normal, (0,), (3,), (4, 4), False, None)
     # scores in the hundreds: each tile brings a new maximum, and rounding shows in every one
     yield from check(rung, blocks, wide, (5,), (9,), (4, 4), True, 1.0, tolerance=2e-4)
+    yield from check_long_sum(rung, blocks)
     yield from check_nan_that_nobody_sees(rung, blocks, normal)
     if rung in ("naive", "tiled"):
         yield from check_unseen_nan(rung, blocks, normal)
@@ -86,6 +87,15 @@ def check_unseen_nan(rung, blocks, normal):
     o, lse = launch.forward(q, k, v, None, True, True, rung, blocks)
     if not (np.isfinite(o[:3]).all() and np.isfinite(lse[:3]).all() and np.isnan(lse[3])):
         yield f"{rung}: a NaN reaches queries that do not see it, or not the one that does"
+
+
+def check_long_sum(rung, blocks, n_k=1023):
+    """Yield what is wrong with a mean of equal numbers, where all rounding goes one way."""
+    from flashref.cuda import launch
+
+    q, k, v = (np.full((n, 4), 1000, np.float32) for n in (1, n_k, n_k))
+    (o,) = launch.forward(q, k, v, 0.0, False, False, rung, blocks)
+    yield from differences(f"{rung}, {n_k} equal keys: o", o, np.full(4, 1000.0), 4e-6)
 
 
 def check_nan_that_nobody_sees(rung, blocks, normal):

@@ -51,3 +51,12 @@ def test_pytorch_tensors_are_used_where_they_lie(dtype):
         close = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
         assert o.dtype == q.dtype and o.device == q.device and lse.dtype == torch.float32
         assert (o - gold).norm() <= close * gold.norm()
+
+
+def test_what_requires_grad_is_refused():
+    torch = pytest.importorskip("torch", reason="PyTorch's tensors")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch sees no GPU")
+    q = torch.randn(1, 1, 8, 64, device="cuda", requires_grad=True)
+    with pytest.raises(TypeError, match="q requires grad"):
+        flashref.cuda.flash_attention_2(q, q.detach(), q.detach())

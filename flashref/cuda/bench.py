@@ -1,0 +1,487 @@
+"""`python -m flashref bench gpu`: every rung and every peer on this card, in one run.
+
+Each setting holds 16,384 tokens in batches of sequences of N, 2048 columns in heads of d. Kernels
+run in short bursts, in random order, with pauses as long as the bursts: a card under steady load
+lowers its clock, and what runs second would be slower. Compare within one run only. TFLOP/s count
+4 N² d a head, half of it if causal, 2.5 times as much for the backward pass, whatever a kernel
+really does. Errors are ‖o − gold‖ / ‖gold‖ on some rows, gold in float64 from the same inputs.
+Needs PyTorch, which holds the arrays and brings the peers.
+"""
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import flashref
+
+TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+BACKWARD_LENGTHS = (1024, 4096)
+BURST, PAUSE = 15e-3, 20e-3  # seconds
+CAPTURED = 50e-3  # seconds: shorter launches are replayed as a CUDA graph
+SLOWEST = 2.0  # seconds that one launch may take; longer ones are left out, and named
+GOLD_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the table."""
+
+    n: int
+    d: int
+    causal: bool
+    dtype: str = "float16"
+    backward: bool = False
+
+    @property
+    def batch(self):
+        """Return the number of sequences."""
+        return TOKENS // self.n
+
+    @property
+    def heads(self):
+        """Return the number of heads of a sequence."""
+        return COLUMNS // self.d
+
+    @property
+    def flops(self):
+        """Return the operations that count."""
+        whole = 4 * self.n**2 * self.d * self.heads * self.batch
+        return whole * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
+
+    @property
+    def title(self):
+        """Return the heading of its table, the length left out."""
+        direction = "backward" if self.backward else "forward"
+        return f"{self.dtype}, d = {self.d}, {'causal, ' * self.causal}{direction}"
+
+
+def settings(lengths):
+    """Return all settings of the given lengths."""
+    return [
+        Setting(n, d, causal, dtype, backward)
+        for backward in (False, True)
+        for dtype in ("float16", "float32")
+        for d in (64, 128)
+        for causal in (False, True)
+        for n in lengths
+        if not backward or n in BACKWARD_LENGTHS
+    ]
+
+
+def main(argv=None):
+    """Run the command line; return its exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m flashref bench gpu",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="bursts of each kernel (default 5)")
+    parser.add_argument("--lengths", type=int, nargs="+", choices=LENGTHS, default=LENGTHS)
+    parser.add_argument(
+        "--flex", action="store_true",
+        help="PyTorch's flex_attention too, a Triton kernel, at N = 8192; compiling takes a minute",
+    )  # fmt: skip
+    parser.add_argument("--json", metavar="FILE", help="also write the run to FILE")
+    parser.add_argument("--plot", metavar="FILE", help="also draw it, as a PNG file")
+    parser.add_argument("--stored", metavar="FILE", help="show a stored run; needs no GPU")
+    args = parser.parse_args(argv)
+    if args.stored:
+        results = json.loads(Path(args.stored).read_text(encoding="utf-8"))
+    else:
+        status = flashref.cuda.status()
+        if not status.usable or status.simulated:
+            print(f"bench gpu needs a GPU. {status}", file=sys.stderr)
+            return 2
+        results = measure(settings(args.lengths), args.rounds, args.flex)
+    print(report(results))
+    if args.json:
+        Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    if args.plot:
+        from flashref import plots
+
+        plots.gpu_lengths(results).save(args.plot)
+    return 0
+
+
+# -- measuring ------------------------------------------------------------------------------------
+def measure(todo, rounds, flex=False):
+    """Return a run: the card, its peaks, and the speed and error of every kernel."""
+    import torch
+
+    torch.cuda.init()
+    before = clock_and_power()
+    peaks = {
+        "fp16 matrix product, 8192³, TFLOP/s": matrix_peak(torch),
+        "device copy, read and written, TB/s": copy_peak(torch),
+        "fp32 multiply-add, TFLOP/s": fma_peak(torch),
+    }
+    runs, left_out = [], []
+    for setting in todo:
+        _progress(f"{setting.title}, N = {setting.n}")
+        measure_one(torch, setting, rounds, flex, runs, left_out)
+    return {
+        "card": torch.cuda.get_device_name(),
+        "driver": nvidia_smi("driver_version"),
+        "date": datetime.date.today().isoformat(),
+        "versions": versions(torch),
+        "how": (
+            f"Bursts of {1e3 * BURST:g} ms between pauses of {1e3 * PAUSE:g} ms, kernels in random "
+            f"order, {rounds} rounds; tflops is of the median of ms. What takes less than "
+            f"{1e3 * CAPTURED:g} ms is replayed as a CUDA graph: no host's cost is in it."
+        ),
+        "clock_and_power": {"before": before, "after": clock_and_power()},
+        "peaks": peaks,
+        "call_us": call_costs(torch),
+        "left_out": left_out,
+        "runs": runs,
+    }
+
+
+def measure_one(torch, setting, rounds, flex, runs, left_out):
+    """Add the runs of all kernels of one setting to `runs`, and what fails to `left_out`."""
+    calls = {}
+    inputs = Inputs(torch, setting)
+    for name, make in candidates(setting, flex).items():
+        where = f"{name}: {setting.title}, N = {setting.n}"
+        shorter = [run for run in runs if same_table(run, setting) and run["kernel"] == name]
+        likely = max((1e-3 * r["ms"][0] * setting.n / r["n"] for r in shorter), default=0)
+        if likely > SLOWEST:
+            left_out.append(f"{where}: a launch would take about {likely:.1f} s")
+            continue
+        try:
+            call = make(inputs)
+            error = inputs.error(call())  # compiles, too
+            torch.cuda.synchronize()
+            seconds = 1e-3 * burst(torch, call, 1)
+            if seconds < CAPTURED:
+                call = captured(torch, call)
+                seconds = max(1e-6, 1e-3 * burst(torch, call, 1))
+        except Exception as trouble:  # a peer may lack a kernel or the memory; ours too
+            left_out.append(f"{where}: {' '.join(str(trouble).split())[:160]}")
+            torch.cuda.empty_cache()
+            continue
+        calls[name] = (call, seconds, error)
+    times = {name: [] for name in calls}
+    dice = random.Random(setting.n)
+    for number in range(rounds):
+        for name in dice.sample(list(calls), len(calls)):
+            call, seconds, _ = calls[name]
+            if number < 3 or seconds < 0.1:  # of long launches, three will do
+                times[name].append(burst(torch, call, max(1, round(BURST / seconds))))
+                time.sleep(PAUSE)
+    torch.cuda.empty_cache()
+    for name, ms in times.items():
+        speed = setting.flops / statistics.median(ms) * 1e-9
+        runs.append({
+            "kernel": name, "dtype": setting.dtype, "d": setting.d, "causal": setting.causal,
+            "n": setting.n, "batch": setting.batch, "heads": setting.heads,
+            "pass": "backward" if setting.backward else "forward",
+            "tflops": float(f"{speed:.4g}"), "ms": [round(t, 4) for t in ms],
+            "error": float(f"{calls[name][2]:.2e}"),
+        })  # fmt: skip
+
+
+def burst(torch, call, launches):
+    """Return the milliseconds of a launch, over a burst of them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(launches):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / launches
+
+
+def captured(torch, call):
+    """Return the call as a replay of a CUDA graph, if that does the same; else the call."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            result = call()
+        first = result[0] if isinstance(result, tuple) else result
+        first.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        again = call()
+        same = torch.equal(first, again[0] if isinstance(again, tuple) else again)
+    except Exception:  # some peers wait for the GPU inside
+        same = False
+    torch.cuda.synchronize()
+    return graph.replay if same else call
+
+
+# -- what is measured -----------------------------------------------------------------------------
+class Inputs:
+    """Random tensors of a setting, and what the results must be on some rows of two heads."""
+
+    def __init__(self, torch, setting):
+        self.torch, self.setting = torch, setting
+        generator = torch.Generator("cuda").manual_seed(setting.n + setting.d)
+        shape = (setting.batch, setting.heads, setting.n, setting.d)
+        self.q, self.k, self.v, self.do = (
+            torch.randn(shape, generator=generator, device="cuda", dtype=torch.float32).to(
+                getattr(torch, setting.dtype)
+            )
+            for _ in range(4)
+        )
+
+    def error(self, result):
+        """Return the relative error of o, or of dq, against float64."""
+        got = result[0] if isinstance(result, tuple) else result
+        step = max(1, self.setting.n // GOLD_ROWS)
+        off = got.new_zeros((), dtype=self.torch.float64)
+        size = off.clone()
+        for b, h in ((0, 0), (self.setting.batch - 1, self.setting.heads - 1)):
+            gold = self.gold(b, h, step)
+            off += (got[b, h, ::step].double() - gold).square().sum()
+            size += gold.square().sum()
+        return float((off / size).sqrt())
+
+    def gold(self, b, h, step):
+        """Return rows 0, step, 2 step … of o of one head in float64; backward: of dq."""
+        torch = self.torch
+        q, k, v, do = (x[b, h].double() for x in (self.q, self.k, self.v, self.do))
+        scale = self.setting.d**-0.5
+        rows = torch.arange(0, self.setting.n, step, device="cuda")
+        s = scale * q[rows] @ k.T
+        if self.setting.causal:
+            s[torch.arange(self.setting.n, device="cuda") > rows[:, None]] = -torch.inf
+        p = s.softmax(-1)
+        o = p @ v
+        if not self.setting.backward:
+            return o
+        dp = do[rows] @ v.T
+        return scale * (p * (dp - (do[rows] * o).sum(-1, keepdim=True))) @ k
+
+
+def candidates(setting, flex=False):
+    """Return what to measure: name to a function from `Inputs` to a call without arguments."""
+    if setting.dtype == "float16":
+        ours, peers = ["tensor_core"], ["FLASH", "cuDNN", "EFFICIENT", "MATH"]
+    else:
+        ours, peers = ["naive", "tiled", "registers"], ["EFFICIENT", "MATH"]
+    if setting.backward:
+        from flashref.cuda.launch import BACKWARD
+
+        ours = [rung for rung in ours if rung in BACKWARD]
+    found = {rung: functools.partial(_ours, rung) for rung in ours}
+    found |= {f"PyTorch {peer}": functools.partial(_peer, peer) for peer in peers}
+    if flex and setting.n == 8192 and setting.dtype == "float16" and not setting.backward:
+        found["PyTorch flex (Triton)"] = _flex
+    return found
+
+
+def _ours(rung, inputs):
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    rules = {"causal": inputs.setting.causal, "kernel": rung}
+    if not inputs.setting.backward:
+        return lambda: flashref.cuda.flash_attention_2(q, k, v, **rules)
+    o, lse = flashref.cuda.flash_attention_2(q, k, v, return_lse=True, **rules)
+    return lambda: flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, **rules)
+
+
+def _peer(name, inputs):
+    torch, causal = inputs.torch, inputs.setting.causal
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    backend = {
+        "FLASH": SDPBackend.FLASH_ATTENTION, "cuDNN": SDPBackend.CUDNN_ATTENTION,
+        "EFFICIENT": SDPBackend.EFFICIENT_ATTENTION, "MATH": SDPBackend.MATH,
+    }[name]  # fmt: skip
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if not inputs.setting.backward:
+
+        def forward():
+            with sdpa_kernel(backend):
+                return sdpa(q, k, v, is_causal=causal)
+
+        return forward
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(backend):
+        o = sdpa(*leaves, is_causal=causal)
+    return lambda: torch.autograd.grad(o, leaves, inputs.do, retain_graph=True)
+
+
+def _flex(inputs):
+    torch, n = inputs.torch, inputs.setting.n
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def causal(b, h, i, j):
+        return i >= j
+
+    mask = create_block_mask(causal, None, None, n, n) if inputs.setting.causal else None
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda: compiled(inputs.q, inputs.k, inputs.v, block_mask=mask)
+
+
+def call_costs(torch):
+    """Return what the host pays for a call, in microseconds, when the GPU has next to no work."""
+    q, k, v = (torch.randn(1, 1, 16, 64, device="cuda", dtype=torch.float16) for _ in range(3))
+    calls = {
+        "tensor_core": lambda: flashref.cuda.flash_attention_2(q, k, v, kernel="tensor_core"),
+        "PyTorch": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+    }
+    costs = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except Exception as trouble:
+            costs[name] = str(trouble)
+            continue
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(200):
+            call()
+        costs[name] = round(1e6 * (time.perf_counter() - start) / 200, 1)
+        torch.cuda.synchronize()
+    return costs
+
+
+# -- the card -------------------------------------------------------------------------------------
+def matrix_peak(torch, n=8192):
+    """Return the TFLOP/s of a large fp16 matrix product."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.float16) for _ in range(2))
+    c = torch.empty_like(a)
+    return _rate(torch, lambda: torch.mm(a, b, out=c), 2 * n**3)
+
+
+def copy_peak(torch, n_bytes=2**31):
+    """Return the TB/s of a large copy, counting what is read and what is written."""
+    a = torch.ones(n_bytes, device="cuda", dtype=torch.uint8)
+    b = torch.empty_like(a)
+    return _rate(torch, lambda: b.copy_(a), 2 * n_bytes)
+
+
+def fma_peak(torch, blocks=2112, threads=256, loops=2000):
+    """Return the TFLOP/s of multiply-adds on registers alone: what `registers` could reach."""
+    from numba import cuda, float32
+
+    @cuda.jit("void(float32[::1], float32, int32)", fastmath=True)
+    def multiply_add(out, b, loops):
+        x = cuda.local.array(16, float32)
+        for c in range(16):
+            x[c] = float32(cuda.threadIdx.x + c)
+        for _ in range(loops):
+            for _ in range(4):
+                for c in range(16):
+                    x[c] = x[c] * b + b
+        total = float32(0)
+        for c in range(16):
+            total += x[c]
+        out[cuda.blockIdx.x * cuda.blockDim.x + cuda.threadIdx.x] = total
+
+    out = torch.empty(blocks * threads, device="cuda", dtype=torch.float32)
+    view = cuda.as_cuda_array(out)
+    stream = cuda.external_stream(torch.cuda.current_stream().cuda_stream)
+
+    def call():
+        multiply_add[blocks, threads, stream](view, 0.5, loops)
+
+    return _rate(torch, call, 2 * 64 * loops * blocks * threads)
+
+
+def _rate(torch, call, amount):
+    """Return tera-somethings a second, the median of ten bursts."""
+    call()
+    torch.cuda.synchronize()
+    ms = []
+    for _ in range(10):
+        ms.append(burst(torch, call, 2))
+        time.sleep(PAUSE)
+    return float(f"{amount / statistics.median(ms) * 1e-9:.3g}")
+
+
+def versions(torch):
+    """Return the versions that a reader must know."""
+    found = {}
+    for package in ("numba", "numba-cuda", "numpy", "triton"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cudnn = torch.backends.cudnn.version()
+    return found | {
+        "flashref": flashref.__version__, "PyTorch": torch.__version__,
+        "CUDA of PyTorch": torch.version.cuda, "cuDNN": cudnn,
+    }  # fmt: skip
+
+
+def clock_and_power():
+    """Return the clock and the power of the card at this moment."""
+    return f"{nvidia_smi('clocks.sm')}, {nvidia_smi('power.draw')}"
+
+
+def nvidia_smi(field):
+    """Return what nvidia-smi says about one field, or "unknown"."""
+    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return run.stdout.splitlines()[0].strip()
+
+
+# -- the tables -----------------------------------------------------------------------------------
+def report(results):
+    """Return a run as text: TFLOP/s by length, the share of the card's peak, the error."""
+    peaks = ", ".join(f"{name}: {value:g}" for name, value in results["peaks"].items())
+    found = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
+    lines = [
+        f"{results['card']}, driver {results['driver']}, {results['date']}; {found}",
+        f"measured peaks: {peaks}",
+        results["how"],
+    ]
+    for title, rows in tables(results).items():
+        lengths = sorted({n for row in rows.values() for n in row})
+        half = title.startswith(("float16", "bfloat16"))
+        peak = "fp16 matrix product, 8192³" if half else "fp32 multiply-add"
+        lines += ["", f"TFLOP/s, {title}; the best as a share of the card's {peak}"]
+        lines += [f"  {'N':22}" + "".join(f"{n:>8}" for n in lengths) + "    best     error"]
+        top = results["peaks"][f"{peak}, TFLOP/s"]
+        for name, row in rows.items():
+            cells = "".join(f"{row[n]['tflops']:8.1f}" if n in row else " " * 8 for n in lengths)
+            best = max(run["tflops"] for run in row.values()) / top
+            errors = [run["error"] for run in row.values() if "error" in run]
+            error = f"{max(errors):.1e}" if errors else ""
+            lines += [f"  {name:22}{cells}    {best:4.0%}  {error:>8}"]
+    if results.get("call_us"):
+        costs = ", ".join(f"{name} {cost} µs" for name, cost in results["call_us"].items())
+        lines += ["", f"what a call costs the host: {costs}"]
+    lines += [f"left out: {line}" for line in results.get("left_out", ())]
+    return "\n".join(lines)
+
+
+def same_table(run, setting):
+    """Return whether a run differs from a setting in its length at most."""
+    return (run["dtype"], run["d"], run["causal"], run.get("pass", "forward")) == (
+        setting.dtype, setting.d, setting.causal, "backward" if setting.backward else "forward",
+    )  # fmt: skip
+
+
+def tables(results):
+    """Return title to kernel to length to run; of several runs with other blocks, the fastest."""
+    found = {}
+    for run in results["runs"]:
+        setting = Setting(
+            run["n"], run["d"], run["causal"], run["dtype"], run.get("pass") == "backward"
+        )
+        row = found.setdefault(setting.title, {}).setdefault(run["kernel"], {})
+        if run["n"] not in row or run["tflops"] > row[run["n"]]["tflops"]:
+            row[run["n"]] = run
+    return found
+
+
+def _progress(text):
+    if sys.stderr.isatty():
+        print(f"\r{text:60}", end="", file=sys.stderr, flush=True)
