@@ -51,7 +51,8 @@ __all__ = [
     "standard_attention_backward",
 ]
 
-_ON_DEMAND = ("check", "cuda", "data", "plots", "widgets")  # they import more than NumPy, or much
+# they import more than NumPy, or much, or are asked for in one lesson only
+_ON_DEMAND = ("check", "cuda", "data", "flash3", "plots", "widgets")
 
 
 def __getattr__(name):

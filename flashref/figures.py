@@ -4,11 +4,21 @@ Same bytes on the same machine with the same matplotlib and fonts; elsewhere the
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 from flashref import plots
 
-FIGURES = {"traffic_by_block.png": plots.traffic_by_block}
+FIGURES = {
+    "memory_hierarchy.png": plots.memory_pyramid,
+    "roofline.png": plots.roofline,
+    "backward_recompute.png": plots.backward_recompute,
+    "block_sparse_patterns.png": plots.block_patterns,
+    "tiling_flash1.png": functools.partial(plots.tiling, "fa1"),
+    "tiling_flash2.png": functools.partial(plots.tiling, "fa2"),
+    "flash3_timeline.png": plots.timeline_kinds,
+    "traffic_by_block.png": plots.traffic_by_block,
+}
 
 
 def main(argv=None):

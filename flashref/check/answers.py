@@ -1,5 +1,6 @@
 """What a function returned: as arrays, and how it differs from the right answer."""
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,12 @@ import numpy as np
 
 from flashref.check.calling import to_array
 
+# all of NumPy's options, so that what a learner has set for the session changes no report
+PRINTED = {
+    "precision": 4, "threshold": 1000, "edgeitems": 3, "linewidth": 75, "suppress": True,
+    "nanstr": "nan", "infstr": "inf", "sign": "-", "floatmode": "maxprec", "formatter": None,
+    "legacy": False,
+}  # fmt: skip
 COUNTS = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}
 ORDINARY, HUNTING = 2e-5, 1e-2  #: absolute and relative; CONTRACT.md, "Homework"
 
@@ -33,6 +40,11 @@ class Unreadable(Exception):
     def __init__(self, kind, sentence, output=""):
         super().__init__(sentence)
         self.problem = Problem(kind, sentence, output)
+
+
+def printed_alike():
+    """Return a context in which arrays are printed in one way, whatever the session prefers."""
+    return np.printoptions(**PRINTED)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -91,9 +103,15 @@ def _parts(exercise, names, right, value):
     elif not several or len(value) != len(names):
         what = f"{len(value)} things" if several else f"one {type(value).__name__}"
         raise Unreadable("result", f"It returned {what}; give back {exercise.returns}.")
-    swapped = names == ["o", "lse"] and _shape(value[0]) == right["lse"].shape
-    if swapped and _shape(value[1]) == right["o"].shape:
-        raise Unreadable("result", "It returned (lse, o); give back (o, lse), in this order.")
+    shapes = [_shape(part) for part in value]
+    if shapes != [right[name].shape for name in names]:
+        for order in itertools.permutations(names):
+            if shapes == [right[name].shape for name in order]:
+                raise Unreadable(
+                    "result",
+                    f"It seems to return ({', '.join(order)}), by their shapes; give back "
+                    f"({', '.join(names)}), in this order.",
+                )
     return list(value)
 
 
@@ -142,7 +160,7 @@ def _about_shape(name, shape, right):
 def _counts(exercise, value):
     names = f"({', '.join(COUNTS[exercise.outputs[0]])})"
     if not isinstance(value, tuple | list | np.ndarray) or len(value) != 2:
-        raise Unreadable("result", f"It returned {value!r}; give back {names}.")
+        raise Unreadable("result", f"It returned {_shown(value)}; give back {names}.")
     numbers = []
     for x in value:
         try:
@@ -152,9 +170,16 @@ def _counts(exercise, value):
                 "result", f"It returned {error} in {names}; give back two counts."
             ) from None
         if array.size != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
-            raise Unreadable("result", f"It returned {value!r}; give back two counts, {names}.")
+            raise Unreadable(
+                "result", f"It returned {_shown(value)}; give back two counts, {names}."
+            )
         numbers.append(array.reshape(()).item())
     return np.array(numbers, object)
+
+
+def _shown(value):
+    with printed_alike():
+        return f"{value!r}"
 
 
 # --- comparing ----------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ class LearnerError(Exception):
         The learner's own lines, outermost first, each {"place": ..., "line": ...}.
     """
 
-    headline = "Your code raised an error."
+    headline = "Your code raised an error here:"
 
     def __init__(self, text, lines=()):
         super().__init__(text)

@@ -31,7 +31,11 @@ def find(exercise, learner, tried):
     for t in wrong:
         if t.got is not None and t.problem.index is not None:
             found = [sentence for clue in CLUES if (sentence := clue(t))]
+            if found and t is not wrong[0]:  # the report shows another case
+                found[0] = f"In the case “{t.case.title}”: {found[0]}"
             break
+    if (question := nan_from_the_start(exercise, tried)) is not None:
+        found.append(question)
     found += [sentence for clue in ABOUT_CASES if (sentence := clue(tried, wrong))]
     return list(dict.fromkeys(found))[:MOST]
 
@@ -62,8 +66,10 @@ def all_zero(t):
 def not_a_number(t):
     """Say which rows are NaN."""
     name, got, _, _ = _wrong(t)
-    if got.dtype == object or not np.isnan(got).any():
+    if got.dtype == object or np.isfinite(got).all():
         return None
+    if np.isinf(got).all():
+        return f"All of {name} is infinite: is it divided by a sum that is still 0?"
     if np.isnan(got).all():
         return f"All of {name} is NaN: 0/0, inf - inf or 0 · inf happens somewhere in every row."
     if got.ndim < 2:
@@ -221,18 +227,18 @@ def where_wrong(t):
     if got.dtype == object or got.ndim < 1 or bad.all():
         return None
     if bad.ndim == 1:
-        return f"{_places(bad, 'place')} of {name} {'is' if bad.sum() == 1 else 'are'} wrong."
+        return f"{_places(bad, 'place')} of {name} {_is(bad)} wrong."
     if bad.sum() == 1 and bad.size > 2:
         return f"A single number is wrong, {name}[{', '.join(map(str, t.problem.index))}]."
     rows, columns = bad.any(axis=-1), bad.reshape(-1, bad.shape[-1]).any(axis=0)
     if rows.ndim == 1 and not rows.all():
-        return f"Only {_rows(rows, name)} {'is' if rows.sum() == 1 else 'are'} wrong."
+        return f"Only {_rows(rows, name)} {_is(rows)} wrong."
     if not columns.all():
-        return f"Only {_places(columns, 'column').lower()} of {name} are wrong."
+        return f"Only {_places(columns, 'column').lower()} of {name} {_is(columns)} wrong."
     if rows.ndim == 2 and not rows.all():
         heads = rows.any(axis=1)
         if not heads.all():
-            return f"Only {_places(heads, 'head').lower()} of {name} are wrong."
+            return f"Only {_places(heads, 'head').lower()} of {name} {_is(heads)} wrong."
     return None
 
 
@@ -250,6 +256,20 @@ CLUES = (
 
 
 # --- what the wrong cases have in common --------------------------------------------------------
+
+
+def nan_from_the_start(exercise, tried):
+    """Ask about the first block where no number came out of the very first case."""
+    running = ("online_softmax", "attention", "block_sparse_attention")
+    got = tried[0].got if tried else None
+    if exercise.name not in running or got is None:
+        return None
+    if np.isfinite(next(iter(got.values()))).any():
+        return None
+    return (
+        "Not even the plainest case gives a number. If your m starts at -inf: what does the factor "
+        "on the old part hold in the first block, and what is that times 0?"
+    )
 
 
 def earlier_answer(tried, wrong):
@@ -337,6 +357,10 @@ def _nice(factor):
         if abs(factor / value - 1) < 1e-4:
             return name
     return f"{factor:.5g}"
+
+
+def _is(flags):
+    return "is" if flags.sum() == 1 else "are"
 
 
 def _flat(x):

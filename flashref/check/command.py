@@ -292,11 +292,15 @@ def judge(exercise, process):
     report = getattr(check, exercise.check)(Remote(process))
     exercise.report, exercise.mistake = report.to_dict(), report.mistake
     exercise.text = str(report)
-    if process.ended is not None:
+    if process.ended is not None and not getattr(report, "ended_beyond", False):
         # a check may take an error on a larger input for "not supported"; a dead process is not
         stopped(exercise, process.ended)
     elif report.passed is True:
         exercise.verdict = "passed"
+        sizes = list(report.not_checked)
+        if "several heads" in sizes:  # says enough
+            sizes = [size for size in sizes if "key heads" not in size]
+        exercise.summary = f"not checked: {', '.join(sizes)}" if sizes else ""
     else:
         unwritten = any(failure.kind == "not_written" for failure in report.failures)
         exercise.summary = "not written yet" if unwritten else report.mistake or ""
@@ -349,6 +353,8 @@ def as_text(run):
 def verdict(exercise):
     """Return one line on an exercise."""
     summary = exercise.summary.split("\n")[0]
+    if exercise.passed:
+        return f"passed ({summary})" if summary else "passed"
     return f"{exercise.verdict}: {summary}" if summary else exercise.verdict
 
 

@@ -27,6 +27,8 @@ class Exercise:
     options: tuple = ()
     axes: tuple = (0,)  #: how many axes more than the plain size to try, in this order
     counts: bool = False  #: the result is whole numbers
+    beyond: tuple = ()  #: cases that are tried and spoken of, but that no answer fails by
+    about_beyond: Callable | None = None  #: [(case, what came instead)] -> a sentence
 
     @property
     def returns(self):
@@ -164,17 +166,35 @@ def with_saved(case):
     return replace(case, inputs={**case.inputs, **_attention(case)}) if "do" in case else case
 
 
+def about_masked_rows(seen):
+    """Return what is said of scores of -inf: a check without masks cannot ask for them."""
+    if not seen:
+        return (
+            "Right too, though not asked: scores of -inf (masked keys), and a row of nothing else."
+        )
+    wrong = ", ".join(
+        f"{case.title} {what}, not [{', '.join(f'{p:.4g}' for p in _softmax(case)['p'].flat)}]"
+        for case, what in seen
+    )
+    return (
+        f"Tried, though not asked: scores of -inf, which is what a mask puts in. {wrong}. Right as "
+        f"it is where no score is masked; if your exercise speaks of -inf, a guard is missing."
+    )
+
+
 EXERCISES = {
     exercise.name: exercise
     for exercise in (
         Exercise(
             "softmax", ("x",), ("p",), _softmax,
             lambda seed, learner: cases.softmax_cases(seed), ("axis",), axes=(0, 1),
+            beyond=cases.masked_rows(), about_beyond=about_masked_rows,
         ),
         Exercise(
             "online_softmax", ("x",), ("p",), _softmax,
             lambda seed, learner: cases.softmax_cases(seed),
             ("block", "block_k", "axis"), axes=(0, 1),
+            beyond=cases.masked_rows(), about_beyond=about_masked_rows,
         ),
         Exercise(
             "merge_attention", ("o_a", "lse_a", "o_b", "lse_b"), ("o", "lse"), _merge,

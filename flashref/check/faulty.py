@@ -7,6 +7,7 @@ small arrays: it explains an answer that was wrong, and is never taken for the r
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -41,6 +42,19 @@ def blocks(n, size, drop_tail=False):
     return [slice(start, min(start + size, n)) for start in range(0, end, size)]
 
 
+SHIFTS = {  # what learners subtract before exp: (scores, axis) -> an array that keeps the axis
+    "max": lambda x, axis: x.max(axis=axis, keepdims=True),
+    "median": lambda x, axis: np.median(x, axis=axis, keepdims=True),
+    "mean": lambda x, axis: x.mean(axis=axis, keepdims=True),
+    "min": lambda x, axis: x.min(axis=axis, keepdims=True),
+    "size": lambda x, axis: np.abs(x).max(axis=axis, keepdims=True),
+    "first": lambda x, axis: x.take([0], axis=axis),
+    "sum": lambda x, axis: x.sum(axis=axis, keepdims=True),
+    "max or 0": lambda x, axis: np.maximum(x.max(axis=axis, keepdims=True), 0),
+    "none": lambda x, axis: 0 * x.max(axis=axis, keepdims=True),
+}
+
+
 # --- softmax ------------------------------------------------------------------------------------
 
 
@@ -48,10 +62,16 @@ def blocks(n, size, drop_tail=False):
 class Softmax:
     """Softmax along an axis."""
 
-    maximum: str = "row"  #: "row" or "none"
+    shift: str = "max"  #: what is subtracted: a key of SHIFTS, of each row
+    shift_over: str = "row"  #: "row", or "all" for one number for the whole array
     over: str = "row"  #: "row"; "column" (axis -2) or "first" (axis 0) for the wrong axis
+    sum_over: str = "row"  #: "row", or "all" for one sum over the whole array
     divide: bool = True
     by_log: bool = False  #: exp(x - log(sum(exp(x)))) in place of a division
+    lse: str = "right"  #: "no maximum": exp(x - log l) with l = sum(exp(x - m))
+    base: float = math.e
+    base_of: str = "both"  #: with another base, "shift": only the shift lacks the factor log(base)
+    keepdims: tuple = (True, True)  #: of the maximum and of the sum
     tiled = False
 
     @without_warnings
@@ -60,12 +80,20 @@ class Softmax:
         x, axis = case["x"], case.get("axis", -1)
         if self.over != "row" and x.ndim > 1:
             axis = 0 if self.over == "first" else x.ndim - 2
-        m = x.max(axis=axis, keepdims=True) if self.maximum == "row" else 0
-        e = np.exp(x - m)
-        l = e.sum(axis=axis, keepdims=True)
-        if self.by_log:
-            return {"p": np.exp(x - m - np.log(l))}
-        return {"p": e / l if self.divide else e}
+        m = SHIFTS[self.shift](x, axis if self.shift_over == "row" else None)
+        rate = math.log(self.base)
+        try:
+            m = m if self.keepdims[0] else m.squeeze(axis)
+            e = np.exp(x - rate * m) if self.base_of == "shift" else np.exp(rate * (x - m))
+            l = e.sum(axis=axis if self.sum_over == "row" else None, keepdims=True)
+            l = l if self.keepdims[1] else l.squeeze(axis)
+            if self.by_log:
+                return {"p": np.exp(x - m - np.log(l))}
+            if self.lse == "no maximum":
+                return {"p": np.exp(x - np.log(l))}
+            return {"p": e / l if self.divide else e}
+        except ValueError:  # without keepdims only square matrices fit
+            return {"p": np.full_like(x, np.nan)}
 
 
 @dataclass(frozen=True)
@@ -74,15 +102,23 @@ class OnlineSoftmax:
 
     start: float = -INF  #: the maximum before the first block
     maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
-    rescale: str = "yes"  #: "yes", "no" or "inverted"
+    #: "yes", "no", "inverted", "zero" (what was gathered is lost), or "late" (on the new part too)
+    rescale: str = "yes"
+    p_against: str = "running"  #: the maximum in a block's own sum: "running" or "own"
     tail: str = "kept"  #: "kept", "zero" (its weights are 0), or "unseen" (not in m and l only)
     divide: bool = True
-    guard: bool = True  #: 0 instead of 0/0
+    guard: str = "l"  #: "l" (divides by 1 where l is 0), "zeros" (gives 0 there) or "no"
+    #: when the shares are written: "last"; in the first pass, with m and l "so far"; or there with
+    #: m so far, and divided by the last l ("m so far")
+    shares: str = "last"
+    swapped: str = ""  #: m and l have changed places: after each "step", or at the "end"
 
     @property
     def tiled(self):
         """Whether the size of a block makes a difference."""
-        return self.maximum == "own" or self.rescale != "yes" or self.tail != "kept"
+        right = self.maximum != "own" and self.rescale == "yes" and self.tail == "kept"
+        right = right and self.shares == "last" and self.p_against == "running"
+        return not right or self.swapped == "step"
 
     @property
     def least_block(self):
@@ -96,16 +132,28 @@ class OnlineSoftmax:
         s = np.moveaxis(x, axis, -1)
         n = s.shape[-1]
         m, l = np.full(s.shape[:-1], self.start), np.zeros(s.shape[:-1])
+        early = np.zeros_like(s)
         cut = blocks(n, given["block"], drop_tail=self.tail != "kept")
         for cols in cut:
             m_block = s[..., cols].max(axis=-1)
             m_new = {"running": np.maximum(m, m_block), "own": m_block, "none": m}[self.maximum]
-            l = correction(m, m_new, self.rescale if self.maximum == "running" else "no") * l
-            l = l + np.exp(s[..., cols] - finite(m_new)[..., None]).sum(axis=-1)
+            alpha = correction(m, m_new, self.rescale if self.maximum == "running" else "no")
+            late = self.rescale == "late"
+            against = finite(m_block if self.p_against == "own" else m_new)
+            l_block = np.exp(s[..., cols] - against[..., None]).sum(axis=-1)
+            l = alpha * (l + l_block) if late else alpha * l + l_block
             m = m_new
-        p = np.exp(s - m[..., None])
-        if self.divide:
-            p = p / (nonzero(l) if self.guard else l)[..., None]
+            early[..., cols] = np.exp(s[..., cols] - m[..., None])
+            early[..., cols] /= l[..., None] if self.shares == "so far" else 1
+            if self.swapped == "step":
+                m, l = l, m
+        if self.swapped == "end":
+            m, l = l, m
+        p = np.exp(s - m[..., None]) if self.shares == "last" else early
+        if self.divide and self.shares != "so far":
+            p = p / (l if self.guard == "no" else nonzero(l))[..., None]
+        if self.guard == "zeros":
+            p = np.where(l[..., None] == 0, 0, p)
         if self.tail == "zero":
             p[..., cut[-1].stop if cut else 0 :] = 0
         return {"p": np.moveaxis(p, -1, axis)}
@@ -113,11 +161,13 @@ class OnlineSoftmax:
 
 def correction(m, m_new, how, guard=True):
     """Return the factor on what was gathered before the maximum rose from m to m_new."""
-    if how == "no":
-        return np.ones_like(m_new)
+    if how in ("no", "zero"):
+        return np.full_like(m_new, how == "no")
     alpha = np.exp(m - (finite(m_new) if guard else m_new))
     if how == "inverted":
         alpha = np.where(np.isneginf(m), 1, np.exp(m_new - m))
+    if how == "late":
+        alpha = np.where(np.isneginf(m), 1, alpha)
     return alpha
 
 
@@ -134,6 +184,8 @@ class Merge:
     guard: bool = True
     guard_lse: bool = True
     maximum: bool = True  #: subtract the larger lse before exp
+    weights: str = "right"  #: of o: "right", "swapped", "not divided", or "lse" (lse_a itself)
+    lse: str = "right"  #: "right", "sum" (no logarithm), "no maximum" or "larger"
     tiled = False
 
     def without_guards(self):
@@ -150,11 +202,19 @@ class Merge:
         shift = finite(m) if self.guard else m
         w_a, w_b = self.base ** (lse_a - shift), self.base ** (lse_b - shift)
         total = w_a + w_b
+        if self.weights == "swapped":
+            w_a, w_b = w_b, w_a
+        if self.weights == "lse":
+            w_a, w_b, total = lse_a, lse_b, lse_a + lse_b
+        if self.weights == "not divided":
+            total = np.ones_like(total)
         o = (w_a[..., None] * o_a + w_b[..., None] * o_b) / (
             nonzero(total) if self.guard else total
         )[..., None]
-        lse = m + np.log(total) / math.log(self.base)
-        if self.guard_lse:
+        total = self.base ** (lse_a - shift) + self.base ** (lse_b - shift)
+        log = np.log(total) / math.log(self.base)
+        lse = {"right": m + log, "sum": np.exp(m) * total, "no maximum": log, "larger": m}[self.lse]
+        if self.guard_lse and self.lse != "sum":
             lse = np.where(np.isneginf(m), -INF, lse)
         if self.average:
             o = (o_a + o_b) / 2
@@ -206,15 +266,38 @@ def each_head(how, run, q, k, v):
     return tuple(x.reshape(*lead, *x.shape[1:]) for x in stacked)
 
 
+SCALES = {  # default scales: (d, n_k, d_v, d · heads) -> scale
+    "missing by default": lambda d, n_k, d_v, d_model: 1.0,
+    "1/d": lambda d, n_k, d_v, d_model: 1.0 / d,
+    "√d": lambda d, n_k, d_v, d_model: d**0.5,
+    "1/√n": lambda d, n_k, d_v, d_model: n_k**-0.5,
+    "1/√d_v": lambda d, n_k, d_v, d_model: d_v**-0.5,
+    "1/√d_model": lambda d, n_k, d_v, d_model: d_model**-0.5,
+}
+LSES = {  # what is saved as lse: (m, l) -> lse
+    "right": lambda m, l: m + np.log(l),
+    "no maximum": lambda m, l: np.log(l),
+    "base 2": lambda m, l: (m + np.log(l)) * math.log2(math.e),
+    "base 2 of l": lambda m, l: m + np.log2(l),
+    "maximum": lambda m, l: m,
+    "sum": lambda m, l: l,
+    "no logarithm": lambda m, l: m + l,
+    "minus": lambda m, l: m - np.log(l),
+    "product": lambda m, l: m * np.log(l),
+    "exponential": lambda m, l: np.exp(m) * l,
+}
+
+
 @dataclass(frozen=True)
 class Attention:
     """Tiled attention, key blocks from left to right."""
 
-    scale: str = "right"  #: "right", "missing", "missing by default" or "1/d"
+    scale: str = "right"  #: "right", "missing", "missing by default", or a key of SCALES
+    base: float = math.e  #: of the exponential and of the logarithm
     sees: str = "right"  #: a rule of `positions`
     fill: float = -INF  #: the score of a pair that is not seen
     fill_added: bool = False  #: added to the score instead of taking its place
-    sparse: str = "right"  #: block mask: "right", "ignored", or "zero" (its pairs score 0)
+    sparse: str = "right"  #: block mask: "right", "ignored", "turned", or "zero" (pairs score 0)
     heads: str = "grouped"  #: "grouped", "first" or "tiled"
     tail_keys: str = "kept"  #: "kept", "dropped" or "zeros" (padded with keys that score 0)
     tail_queries: str = "kept"  #: "kept" or "dropped"
@@ -222,16 +305,18 @@ class Attention:
     whole_diagonal: bool = False  #: a tile with any visible pair counts as wholly visible
     start: float = -INF  #: the maximum before the first block
     maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
-    rescale_l: str = "yes"  #: "yes", "no" or "inverted"
+    p_against: str = "running"  #: the maximum in P alone: "running" or "own"
+    rescale_l: str = "yes"  #: as in `OnlineSoftmax`
     rescale_o: str = "yes"
     step_guard: bool = True  #: against -inf - -inf while a row has seen nothing
     summed: bool = False  #: softmax in each block by itself, results added
     divide: bool = True
+    divide_often: bool = False  #: after each block, and not at the end
     by_log: bool = False  #: P = exp(S - log l) in place of a division: 0 where l is infinite
     #: 0 instead of 0/0: where nothing was "seen", wherever l is 0 ("l"), "no"; the same with an lse
     #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
     guard: str = "seen"
-    lse: str = "right"  #: "right", "no maximum" or "base 2"
+    lse: str = "right"  #: a key of LSES
 
     @property
     def tiled(self):
@@ -242,7 +327,8 @@ class Attention:
     def least_block(self):
         """The smallest block worth a guess: with blocks of one this is right, or no attention."""
         cut = self.tail_keys != "kept" or self.tail_queries != "kept" or self.whole_diagonal
-        return 2 if cut or self.skip or self.summed or self.maximum == "own" else 1
+        own = self.maximum == "own" or self.p_against == "own"
+        return 2 if cut or self.skip or self.summed or own else 1
 
     @property
     def _rows_matter(self):
@@ -252,6 +338,7 @@ class Attention:
     def _cols_matter(self):
         rescaled = self.rescale_l == self.rescale_o == "yes" and self.maximum != "own"
         whole = self.tail_keys == "kept" and not self.summed and self.step_guard
+        whole = whole and self.p_against == "running" and not self.divide_often
         return self.whole_diagonal or self.skip or not (rescaled and whole)
 
     def without_guards(self):
@@ -287,7 +374,7 @@ class Attention:
                     seen[rows, cols] = seen[rows, cols].any()
 
         def run(Q, K, V):
-            S = self._scale(case) * Q @ K.T
+            S = math.log(self.base) * self._scale(case) * Q @ K.T
             S = np.where(seen, S, S + self.fill if self.fill_added else self.fill)
             return self._head(np.where(zero, 0, S), seen | zero, V, B_r, B_c, pad)
 
@@ -300,9 +387,10 @@ class Attention:
             return 1.0
         if case.get("scale") is not None:
             return case["scale"]
-        if self.scale == "missing by default":
-            return 1.0
-        return 1.0 / d if self.scale == "1/d" else d**-0.5
+        if self.scale in SCALES:
+            (n_k, d_v), d_model = case["v"].shape[-2:], d * math.prod(case["q"].shape[:-2][-1:])
+            return SCALES[self.scale](d, n_k, d_v, d_model)
+        return d**-0.5
 
     def _visible(self, case):
         """Return which pairs are seen, which score 0 instead, and the score of a padding key."""
@@ -314,7 +402,8 @@ class Attention:
         zero = np.zeros_like(seen)
         if "block_mask" in case and self.sparse != "ignored":
             rows, cols = case.blocks
-            there = case["block_mask"].repeat(rows, axis=0)[:n_q].repeat(cols, axis=1)[:, :n_k]
+            there = case["block_mask"] != (self.sparse == "turned")
+            there = there.repeat(rows, axis=0)[:n_q].repeat(cols, axis=1)[:, :n_k]
             zero = seen & ~there & (self.sparse == "zero")
             seen = seen & there
         masked = causal or window is not None or mask is not None
@@ -338,13 +427,16 @@ class Attention:
                     S_ij = np.pad(S_ij, ((0, 0), missing), constant_values=pad)
                     V_j = np.pad(V_j, (missing, (0, 0)))
                 m_new = self._maximum(m, S_ij)
-                P = np.exp(S_ij - (finite(m_new) if self.step_guard else m_new)[:, None])
+                m_P = S_ij.max(axis=1) if self.p_against == "own" else m_new
+                P = np.exp(S_ij - (finite(m_P) if self.step_guard else m_P)[:, None])
                 if self.summed:
                     own = np.exp(S_ij - finite(S_ij.max(axis=1))[:, None])
                     O_i = O_i + own @ V_j / nonzero(own.sum(axis=1))[:, None]
                 else:
-                    O_i = self._correction(m, m_new, self.rescale_o)[:, None] * O_i + P @ V_j
-                l = self._correction(m, m_new, self.rescale_l) * l + P.sum(axis=1)
+                    O_i = self._gather(m, m_new, self.rescale_o, O_i, P @ V_j)
+                l = self._gather(m, m_new, self.rescale_l, l, P.sum(axis=1))
+                if self.divide_often:
+                    O_i = O_i / nonzero(l)[:, None]
                 m = m_new
             O[rows], L[rows] = self._finish(m, l, O_i, ~touched, visited)
         return O, L
@@ -358,21 +450,59 @@ class Attention:
         return np.maximum(m, m_block)
 
     def _correction(self, m, m_new, how):
-        return correction(m, m_new, how if self.maximum == "running" else "no", self.step_guard)
+        how = how if self.maximum == "running" or how == "zero" else "no"
+        return correction(m, m_new, how, self.step_guard)
+
+    def _gather(self, m, m_new, how, old, new):
+        """Return what was gathered, and the share of a block, measured against the new maximum."""
+        alpha = self._correction(m, m_new, how).reshape(-1, *(1,) * (old.ndim - 1))
+        return alpha * (old + new) if how == "late" else alpha * old + new
 
     def _finish(self, m, l, O_i, empty, visited):
-        if self.divide and not self.summed:
+        if self.divide and not self.summed and not self.divide_often:
             O_i = O_i / (nonzero(l) if self.guard == "l" else l)[:, None]
             if self.by_log:
                 O_i = np.where(np.isposinf(l)[:, None], 0, O_i)
-        L_i = np.log(l) + (0 if self.lse == "no maximum" else m)
-        if self.lse == "base 2":
-            L_i = L_i * math.log2(math.e)
+        L_i = LSES[self.lse](m, l) / math.log(self.base)
         if self.guard == "seen":
             O_i, L_i = np.where(empty[:, None], 0, O_i), np.where(empty, -INF, L_i)
         if self.guard == "nan" or (self.guard == "visited" and visited):
             L_i = np.where(empty, np.nan, L_i)
         return O_i, L_i
+
+
+@dataclass(frozen=True)
+class MatrixAttention:
+    """Attention with all of S at once, and a softmax that is not one of rows."""
+
+    shift: str = "max"  #: what is subtracted: a key of SHIFTS
+    shift_over: tuple | int | None = -1  #: the axes over which; None for all
+    sum_over: tuple | int | None = -1
+    masked: str = "right"  #: "late": P is set to 0 where masked, after the softmax
+    tiled = False
+
+    def may_show(self, case):
+        """Whether this can give a wrong answer on a case, as far as is seen without computing."""
+        masks = ("causal", "window", "mask", "block_mask")
+        masked = any(case.get(name) is not None and case.get(name) is not False for name in masks)
+        return masked or self.masked == "right"
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}."""
+        right = Attention()
+        seen, _, _ = right._visible(case)
+        q, k, v = case["q"], case["k"], case["v"]
+        group = 1 if q.ndim == 2 else q.shape[-3] // k.shape[-3]
+        k, v = (x if group == 1 else np.repeat(x, group, axis=-3) for x in (k, v))
+        S = right._scale(case) * q @ k.swapaxes(-1, -2)
+        S = S if self.masked == "late" else np.where(seen, S, -INF)
+        m = finite(SHIFTS[self.shift](S, self.shift_over))
+        P = np.exp(S - m)
+        l = P.sum(axis=self.sum_over, keepdims=True)
+        o = np.where(seen, P, 0) / nonzero(l) @ v
+        lse = np.broadcast_to(m + np.log(l), (*S.shape[:-1], 1))[..., 0]
+        return {"o": o, "lse": np.where(seen.any(axis=-1) | (self.masked == "late"), lse, -INF)}
 
 
 @dataclass(frozen=True)
@@ -405,6 +535,16 @@ class ColumnAttention:
 # --- the backward pass --------------------------------------------------------------------------
 
 
+DS = {  # (P, dP, D) -> dS
+    "right": lambda P, dP, D: P * (dP - D),
+    "without P": lambda P, dP, D: dP - D,
+    "D outside": lambda P, dP, D: P * dP - D,
+    "plus": lambda P, dP, D: P * (dP + D),
+    "turned": lambda P, dP, D: P * (D - dP),
+    "sigmoid": lambda P, dP, D: P * (1 - P) * dP,
+}
+
+
 @dataclass(frozen=True)
 class Backward:
     """The gradients of attention, with P computed again."""
@@ -412,8 +552,11 @@ class Backward:
     d_term: bool = True
     d_from_p: bool = False  #: D = rowsum(P * dP) in place of rowsum(dO * O)
     normalised: bool = True  #: P = exp(S - lse), not exp(S - row maximum)
-    scale_dq: bool = True
-    scale_dk: bool = True
+    scale_dq: float = 1  #: how many times dq and dk are multiplied by the scale
+    scale_dk: float = 1
+    scale_p: bool = True  #: P = exp(scale S - lse)
+    ds: str = "right"  #: a key of DS
+    rows_last: bool = False  #: dk and dv keep the share of the last block of queries only
     dq_last: str = ""  #: dq keeps the share of the "last" block, or of the last one "visited", only
     sees: str = "right"  #: "right", "ignored" (all of causal), or "in lse" (not in P)
     last_of_group: bool = False  #: dk and dv of the last query head that reads the key head
@@ -429,7 +572,7 @@ class Backward:
     @property
     def tiled(self):
         """Whether the size of a block makes a difference."""
-        return bool(self.dq_last) or self.skip
+        return bool(self.dq_last) or self.skip or self.rows_last
 
     @without_warnings
     def __call__(self, case, given):
@@ -455,17 +598,21 @@ class Backward:
         l = np.exp(S_seen - finite(m)[:, None]).sum(axis=1)
         P_right = np.exp(S_seen - finite(m)[:, None]) / nonzero(l)[:, None]
         subtract = m + np.log(l) if self.normalised else m
-        P = np.exp((S if self.sees == "in lse" else S_seen) - subtract[:, None])
+        S_P = np.where(seen | (self.sees == "in lse"), S if self.scale_p else S / scale, -np.inf)
+        P = np.exp(S_P - subtract[:, None])
         if self.guard:
             P[np.isneginf(m)] = 0
         visited = self._visited(seen, given)
         P = np.where(visited, P, 0)
         dP = dO @ V.T
         D = (P * dP if self.d_from_p else dO @ V.T * P_right).sum(axis=1)
-        dS = P * (dP - D[:, None]) if self.d_term else P * dP
+        dS = DS[self.ds](P, dP, D[:, None]) if self.d_term else P * dP
         dQ = np.where(self._lasting(visited, given), dS, 0) if self.dq_last else dS
-        dQ = dQ @ K * (scale if self.scale_dq else 1)
-        return dQ, dS.T @ Q * (scale if self.scale_dk else 1), P.T @ dO
+        dQ = dQ @ K * scale**self.scale_dq
+        if self.rows_last:
+            first = (len(Q) - 1) // given["block_q"] * given["block_q"]
+            dS, P = (np.where(np.arange(len(Q))[:, None] >= first, x, 0) for x in (dS, P))
+        return dQ, dS.T @ Q * scale**self.scale_dk, P.T @ dO
 
     def _visited(self, seen, given):
         """Return the pairs in tiles that are visited."""
@@ -492,14 +639,20 @@ class BlockSizes:
     """The paper's block sizes, B_c = ⌈M/4d⌉ and B_r = min(B_c, d)."""
 
     swapped: bool = False
-    floor: bool = False
+    floor: bool = False  #: rounded down, at least 1
+    whole: Callable | None = None  #: M/4d -> whole number, in place of rounding it up
+    parts: float = 4  #: M/parts d
+    capped: str = "rows"  #: by d: "rows", "none", "both", or "up" (the larger of the two)
     tiled = False
 
     def __call__(self, case, given):
         """Return {"sizes": (B_r, B_c)}."""
         M, d = case["sram_elements"], case["d"]
-        B_c = max(1, M // (4 * d)) if self.floor else -(-M // (4 * d))
-        B_r = min(B_c, d)
+        share = M / (self.parts * d)
+        B_c = max(1, math.floor(share)) if self.floor else (self.whole or math.ceil)(share)
+        B_r = B_c if self.capped == "none" else min(B_c, d)
+        B_r = max(B_c, d) if self.capped == "up" else B_r
+        B_c = min(B_c, d) if self.capped == "both" else B_c
         return {"sizes": (B_c, B_r) if self.swapped else (B_r, B_c)}
 
 
@@ -510,6 +663,13 @@ class Traffic:
     keys_once: bool = False  #: K and V are read once, not once for every query block
     floor: bool = False  #: T_r = n_q // B_r
     query_reloaded: bool = False  #: Q_i is read again for every key block
+    keys: str = "rows"  #: K and V are read once per block of "rows", or of "columns", or "row"
+    values: bool = True  #: V is read
+    lse: float = 1  #: numbers stored per row besides O
+    output: bool = True  #: O is stored
+    output_read: bool = False  #: O is read once
+    times: int = 1  #: bytes per number
+    swapped: bool = False
     tiled = False
 
     def __call__(self, case, given):
@@ -517,6 +677,11 @@ class Traffic:
         n_q, n_k, d, d_v = (case[name] for name in ("n_q", "n_k", "d", "d_v"))
         B_r, B_c = given["block_q"], given["block_k"]
         T_r = n_q // B_r if self.floor else -(-n_q // B_r)
-        loads_q = n_q * d * (-(-n_k // B_c) if self.query_reloaded else 1)
-        loads_kv = n_k * (d + d_v) * (1 if self.keys_once else T_r)
-        return {"traffic": (loads_q + loads_kv, n_q * (d_v + 1))}
+        T_c = -(-n_k // B_c)
+        passes = {"rows": T_r, "columns": T_c, "row": n_q}[self.keys]
+        loads = n_q * d * (T_c if self.query_reloaded else 1)
+        loads += n_k * (d + d_v * self.values) * (1 if self.keys_once else passes)
+        loads += n_q * d_v * self.output_read
+        stores = n_q * (d_v * self.output + self.lse)
+        counts = (self.times * loads, self.times * stores)
+        return {"traffic": counts[::-1] if self.swapped else counts}

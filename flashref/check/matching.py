@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashref.check.answers import tolerance, wrong_places
-from flashref.check.mistakes import CATALOGUE
+from flashref.check.mistakes import CATALOGUE, DESCRIBED
 
 ARITHMETIC = ("OverflowError", "ZeroDivisionError", "FloatingPointError")
 HIDDEN_BLOCKS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 64, 100, 128, 256, 512, 1024)
@@ -36,7 +36,7 @@ class Tried:
 
 
 def name_mistakes(exercise, learner, tried):
-    """Return the mistakes that explain every answer, in the order of the catalogue.
+    """Return the mistakes that explain every answer: those with a name, else those without.
 
     Parameters
     ----------
@@ -50,33 +50,36 @@ def name_mistakes(exercise, learner, tried):
         Empty if none fits.
     """
     evidence = _Evidence(exercise, learner, tried)
-    if not evidence.failed:
+    if not evidence.failed or not evidence.telling:
         return []
     # the plainest explanation first: the block sizes that were asked for, before hidden ones; one
     # mistake, before one with 0/0 in empty rows besides
-    for unguarded in (False, True):
-        for hidden in (False, True):
-            named = [m for m in CATALOGUE if evidence.explained_by(m, hidden, unguarded)]
-            if named:
-                return named
+    for catalogue in (CATALOGUE, DESCRIBED):
+        for unguarded in (False, True):
+            for hidden in (False, True):
+                found = [m for m in catalogue if evidence.explained_by(m, hidden, unguarded)]
+                if found:
+                    return found
     return []
 
 
 def partly(exercise, learner, tried):
     """Return (mistake, number of wrong answers it explains) for the one that explains most.
 
-    It must explain the first wrong answer, and more than that one; (None, 0) if none does.
+    It must explain the first wrong answer, and a quarter of all; (None, 0) if none does.
     """
     evidence = _Evidence(exercise, learner, tried)
     first = next((t for t in tried if t in evidence.failed), None)
+    if not evidence.telling:
+        return None, 0
     best, most = None, 0
-    for mistake in CATALOGUE if first is not None else ():
+    for mistake in (*CATALOGUE, *DESCRIBED) if first is not None else ():
         for form, given in evidence.hypotheses(mistake, hidden=False):
             if _explains(form, given, first, only_wrong=True):
                 explained = sum(_explains(form, given, t, only_wrong=True) for t in evidence.failed)
                 if explained > most:
                     best, most = mistake, explained
-    return (best, most) if most > 1 else (None, 0)
+    return (best, most) if most > 1 and 4 * most >= len(evidence.failed) else (None, 0)
 
 
 class _Evidence:
@@ -91,6 +94,10 @@ class _Evidence:
         )
         self.failed = [t for t in self.tried if t.problem is not None]
         answers = [x for t in self.failed for x in (t.got or {}).values() if x.dtype != object]
+        # NaN or inf everywhere says nothing about how it came about
+        self.telling = any(t.problem is None or t.arithmetic for t in self.tried) or any(
+            np.isfinite(x.astype(float)).any() for t in self.failed for x in (t.got or {}).values()
+        )
         # a hidden block must have been full at least once, or it explains everything as a tail
         lengths = {"q": -2, "k": -2, "x": -1}
         longest = [

@@ -4,6 +4,7 @@ A mistake may have several forms: one idea, with answers that differ where they 
 guard against 0/0 or none, a division or a logarithm). `matching.py` compares them with an answer.
 """
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,6 +14,7 @@ from flashref.check.faulty import (
     Backward,
     BlockSizes,
     ColumnAttention,
+    MatrixAttention,
     Merge,
     OnlineSoftmax,
     Softmax,
@@ -37,7 +39,7 @@ LESSONS = {
 class Mistake:
     """Something that goes wrong often, as code and in words."""
 
-    id: str
+    id: str  #: "" for those of `DESCRIBED`, which have no name outside this file
     sentence: str  #: what the learner reads first
     hint: str  #: a question or an experiment; never the line of code
     lesson: str  #: where to read again: number of the lesson
@@ -79,7 +81,7 @@ EMPTY = [
 
 
 def _online(**switches):
-    return [OnlineSoftmax(**switches, guard=guard) for guard in (False, True)]
+    return [OnlineSoftmax(**switches, guard=guard) for guard in ("no", "l", "zeros")]
 
 
 CATALOGUE = (
@@ -91,11 +93,8 @@ CATALOGUE = (
         "from every score of a row without changing its softmax?",
         "02", "the experiment that slides a constant over the scores",
         {
-            "softmax": [Softmax(maximum="none"), Softmax(maximum="none", by_log=True)],
-            "online_softmax": [
-                OnlineSoftmax(start=0.0, maximum="none"),
-                OnlineSoftmax(start=0.0, maximum="none", guard=False),
-            ],
+            "softmax": [Softmax(shift="none"), Softmax(shift="none", by_log=True)],
+            "online_softmax": _online(start=0.0, maximum="none"),
             **_forward(
                 Attention(maximum="none"), Attention(maximum="none", guard="l"),
                 Attention(maximum="none", by_log=True),
@@ -130,6 +129,7 @@ CATALOGUE = (
         "Run your code by hand on the scores -1000 and -1001. What is m after the first block?",
         "03", "the experiment with scores around -200",
         {
+            "softmax": [Softmax(shift="max or 0")],
             "online_softmax": _online(start=0.0),
             **_forward(Attention(start=0.0), Attention(start=0.0, guard="l")),
         },
@@ -332,7 +332,11 @@ CATALOGUE = (
         "The saved log-sum-exp must contain the maximum you subtracted.",
         "log Σ exp(s): write it with m and l = Σ exp(s - m).",
         "03", "the column L of the worked table",
-        _forward(Attention(lse="no maximum")),
+        {
+            "softmax": [Softmax(lse="no maximum")],
+            "online_softmax": [Softmax(lse="no maximum")],
+            **_forward(Attention(lse="no maximum")),
+        },
     ),
     Mistake(
         "lse_base2",
@@ -370,8 +374,6 @@ CATALOGUE = (
         {
             "merge_attention": [
                 Merge(guard=False, guard_lse=False), Merge(guard=False),
-                Merge(guard=False, maximum=False),
-                Merge(guard=False, maximum=False, guard_lse=False),
             ]
         },
     ),
@@ -397,14 +399,14 @@ CATALOGUE = (
         "dQ misses the scale.",
         "S = τ Q Kᵀ. Where does τ appear when S is differentiated by Q?",
         "06", "the experiment without τ",
-        {"attention_backward": [Backward(scale_dq=False)]},
+        {"attention_backward": [Backward(scale_dq=0)]},
     ),
     Mistake(
         "dk_unscaled",
         "dK misses the scale.",
         "S = τ Q Kᵀ. Where does τ appear when S is differentiated by K?",
         "06", "the experiment without τ",
-        {"attention_backward": [Backward(scale_dk=False)]},
+        {"attention_backward": [Backward(scale_dk=0)]},
     ),
     Mistake(
         "dq_overwritten",
@@ -482,3 +484,383 @@ CATALOGUE = (
 )  # fmt: skip
 
 BY_ID = {mistake.id: mistake for mistake in CATALOGUE}
+
+
+# --- mistakes without a name --------------------------------------------------------------------
+
+SHIFTED = {
+    "median": "the median of a row, not its maximum: a score far above it still overflows exp",
+    "mean": "the mean of a row, not its maximum: a score far above the mean still overflows exp",
+    "min": "the smallest score of a row, not the largest: the others still overflow exp",
+    "first": "the first score of a row, not the largest: a later score may still overflow exp",
+    "size": "the largest |s| of a row, not the largest s: very negative rows still vanish",
+    "sum": "the sum of a row, not its maximum: rows still overflow, or vanish",
+}
+
+
+def _softmax(*forms):
+    return {"softmax": forms, "online_softmax": forms}
+
+
+def _shifted(shift, text):
+    forms = _softmax(Softmax(shift=shift), Softmax(shift=shift, by_log=True))
+    return Mistake(
+        "",
+        f"Your numbers are those of a softmax that subtracts {text}.",
+        "Which is the largest number that your exp is ever given? Try [0, 1000, 1001].",
+        "02",
+        "the experiment that slides a constant over the scores",
+        {**forms, "attention": [MatrixAttention(shift=shift)]},
+    )
+
+
+def _lse(lse, text):
+    return Mistake(
+        "",
+        f"o is right. Your lse is {text}.",
+        "Work out log Σ exp(s) for the scores 1 and 1 with m = 1 and l = 2, and compare.",
+        "03",
+        "the column L of the worked table",
+        _forward(Attention(lse=lse)),
+    )
+
+
+def _scaled(scale, text):
+    return Mistake(
+        "",
+        f"Your numbers are those of scores with {text}.",
+        "Compute one score by hand, q_0 · k_0 with its factor, and compare it with yours.",
+        "01",
+        "the scale 1/√d",
+        _forward(Attention(scale=scale)),
+    )
+
+
+def _sizes(text, **switches):
+    return Mistake(
+        "",
+        text,
+        "Work out ⌈M/4d⌉ for M = 50 and d = 4, and for M = 100 and d = 3. Which of the two sizes "
+        "may not be larger than d?",
+        "05",
+        "the table of block sizes",
+        {"block_sizes": [BlockSizes(**switches)]},
+    )
+
+
+def _counted(text, hint, *forms):
+    return Mistake("", text, hint, "08", "which loads and stores moved out of the inner loop",
+                   {"traffic": list(forms)})  # fmt: skip
+
+
+# what else is seen, described in words alone: `Report.mistake` stays None
+DESCRIBED = (
+    Mistake(
+        "",
+        "One maximum is subtracted from the whole matrix. A row that lies far below it vanishes: "
+        "each row needs a maximum of its own.",
+        "One row holds scores around 1000, another around -1000. What is left of the second one "
+        "after your subtraction?",
+        "02", "the maximum of each row",
+        {
+            **_softmax(Softmax(shift_over="all")),
+            **_forward(MatrixAttention(shift_over=None), MatrixAttention(shift_over=(-1, -2))),
+        },
+    ),
+    Mistake(
+        "",
+        "All weights of the matrix together sum to 1. Each row must sum to 1 by itself.",
+        "Print the sum of each row of your weights.",
+        "02", "the sum of each row",
+        {
+            **_softmax(Softmax(sum_over="all"), Softmax(shift_over="all", sum_over="all")),
+            **_forward(*(
+                MatrixAttention(sum_over=over, shift_over=shift)
+                for over in (None, (-1, -2))
+                for shift in (-1, over)
+            )),
+        },
+    ),
+    Mistake(
+        "",
+        "Rows use each other's numbers: column j is measured against the maximum, or divided by "
+        "the sum, that belongs to row j.",
+        "What is the shape of x.max(axis=-1) when x is 3 × 3? Along which axis does NumPy lay it "
+        "when you subtract it from x?",
+        "02", "a row's maximum, kept as a column",
+        _softmax(*(
+            Softmax(keepdims=kept) for kept in ((False, False), (True, False), (False, True))
+        )),
+    ),
+    *(_shifted(shift, text) for shift, text in SHIFTED.items()),
+    Mistake(
+        "",
+        "These are powers of 2, not of e: the scores lack the factor log₂e = 1.4427.",
+        "Two scores differ by 1. By which factor do their weights differ, and by which do yours?",
+        "02", "exercise 5",
+        {
+            **_softmax(Softmax(base=2.0)),
+            **_forward(Attention(base=2.0), Attention(base=2.0, lse="no maximum")),
+        },
+    ),
+    Mistake(
+        "",
+        "The scores are multiplied by log₂e, but what you subtract from them is not.",
+        "Both terms of y - m must be measured in the same unit. For the score 10000 and its "
+        "maximum 10000, what is your difference?",
+        "02", "exercise 5",
+        _softmax(Softmax(base=2.0, base_of="shift")),
+    ),
+    Mistake(
+        "",
+        "A share needs the final m and l, and they are known only after the last block. Yours are "
+        "written earlier, with what m or l was then.",
+        "Take the scores 1, 2 and then 3, 10 in two blocks. Which m and l are known when your "
+        "share of the score 1 is written?",
+        "03", "the second pass",
+        {"online_softmax": [*_online(shares="so far"), *_online(shares="m so far")]},
+    ),
+    Mistake(
+        "",
+        "m and l have changed places somewhere: what is called m holds the sum.",
+        "Print m and l after each step for the scores 1, 2, 3. Which one should never fall?",
+        "03", "the worked table",
+        {"online_softmax": [*_online(swapped="step"), *_online(swapped="end")]},
+    ),
+    Mistake(
+        "",
+        "Only the last block counts in the sum: what was gathered before it is lost.",
+        "Print the factor on the old part, and what it multiplies, when the second block comes. "
+        "Was m replaced by the new maximum after the first, and is the new part added?",
+        "03", "the factor on the old part",
+        {
+            "online_softmax": _online(rescale="zero"),
+            **_forward(
+                Attention(rescale_l="zero", rescale_o="zero"),
+                Attention(rescale_l="zero", rescale_o="zero", maximum="own"),
+                Attention(rescale_l="zero"), Attention(rescale_o="zero"),
+            ),
+        },
+    ),
+    Mistake(
+        "",
+        "The factor for a new maximum is applied to the new block too. It belongs to what was "
+        "gathered before alone.",
+        "Against which maximum is the new block measured already, when you multiply?",
+        "03", "the factor on the old part",
+        {
+            "online_softmax": _online(rescale="late"),
+            **_forward(
+                Attention(rescale_l="late", rescale_o="late"),
+                Attention(rescale_l="late"), Attention(rescale_o="late"),
+            ),
+        },
+    ),
+    Mistake(
+        "",
+        "The old part is measured against the running maximum, the new block against its own.",
+        "The first block holds 10, the second 3. Which maximum belongs into the exp of the second?",
+        "03", "m_block and m in the worked table",
+        {
+            "online_softmax": _online(p_against="own"),
+            **_forward(Attention(p_against="own")),
+        },
+    ),
+    Mistake(
+        "",
+        "The correction factor is upside down for one of l and the output, and right for the "
+        "other.",
+        "The maximum rises from 2 to 10. Are both of your factors smaller than 1?",
+        "08", "the factor printed upside down in the paper (line 10)",
+        _forward(Attention(rescale_o="inverted"), Attention(rescale_l="inverted")),
+    ),
+    Mistake(
+        "",
+        "The output is divided by l after every block, but then it is no longer a sum: the next "
+        "block cannot simply be added.",
+        "After the first block your output is divided by l. By what is it multiplied before the "
+        "second block is added?",
+        "03", "the columns o and Õ of the worked table",
+        _forward(Attention(divide_often=True)),
+    ),
+    Mistake(
+        "",
+        "Masked weights are set to 0 after the softmax, so the others no longer sum to 1.",
+        "Print the sum of each row of your weights after the mask.",
+        "09", "which keys a query may see",
+        _forward(MatrixAttention(masked="late")),
+    ),
+    _scaled("√d", "√d where 1/√d belongs"),
+    _scaled("1/√n", "1/√n, n the number of keys, where 1/√d belongs"),
+    _scaled("1/√d_v", "1/√d_v, the width of v, where 1/√d belongs"),
+    _scaled("1/√d_model", "1/√(heads · d) where 1/√d, the width of one head, belongs"),
+    _lse("base 2 of l", "m + log₂ l: one part is natural, the other in base 2"),
+    _lse("maximum", "m alone; the sum l is missing"),
+    _lse("sum", "l alone, with neither its logarithm nor m"),
+    _lse("no logarithm", "m + l; l needs its logarithm"),
+    _lse("minus", "m - log l; a sign is wrong"),
+    _lse("product", "m · log l; look at the operation between them"),
+    _lse("exponential", "Σ exp(s) itself, without the logarithm"),
+    Mistake(
+        "",
+        "exp(lse) is computed without subtracting anything: it overflows above 709 and vanishes "
+        "below -745, and 0/0 is left.",
+        "What is exp(1000)? Only the difference of the two lse matters; which number can you take "
+        "away from both first?",
+        "03", "merging two parts",
+        {"merge_attention": [
+            Merge(guard=guard, maximum=False, guard_lse=lse)
+            for guard in (False, True) for lse in (False, True)
+        ]},
+    ),
+    Mistake(
+        "",
+        "The weights are exchanged: part a gets the weight of part b.",
+        "One part is nearly empty (its lse is very small). Which o should come out?",
+        "03", "merging two parts",
+        {"merge_attention": [Merge(weights="swapped")]},
+    ),
+    Mistake(
+        "",
+        "The weights do not sum to 1.",
+        "Put both o to 1. What must come out, and what does?",
+        "03", "merging two parts",
+        {"merge_attention": [Merge(weights="not divided")]},
+    ),
+    Mistake(
+        "",
+        "The parts are weighed by lse itself; lse is the logarithm of a weight.",
+        "lse may be negative, or 0. What would a weight of 0 mean for a part that saw a key?",
+        "03", "merging two parts",
+        {"merge_attention": [Merge(weights="lse", lse=lse) for lse in ("right", "larger")]},
+    ),
+    Mistake(
+        "",
+        "o is right; your lse is not the logarithm of the sum of both exp(lse), but a piece of it.",
+        "Merge (lse 0) with (lse 0). Two equal sums of 1 make 2; what is its logarithm, and what "
+        "is yours?",
+        "03", "merging two parts",
+        {"merge_attention": [Merge(lse=lse) for lse in ("sum", "no maximum", "larger")]},
+    ),
+    Mistake(
+        "",
+        "Neither dQ nor dK has the scale.",
+        "S = τ Q Kᵀ. Where does τ appear when S is differentiated by Q?",
+        "06", "the experiment without τ",
+        {"attention_backward": [Backward(scale_dq=0, scale_dk=0)]},
+    ),
+    Mistake(
+        "",
+        "The scale is multiplied in twice, in dQ, in dK, or in both.",
+        "S = τ Q Kᵀ. How often does τ appear when S is differentiated by Q? And in your code, "
+        "between dS and dQ?",
+        "06", "the experiment without τ",
+        {"attention_backward": [
+            Backward(scale_dq=dq, scale_dk=dk) for dq, dk in ((2, 2), (2, 1), (1, 2))
+        ]},
+    ),
+    Mistake(
+        "",
+        "P is computed again from scores without the scale.",
+        "Print a row of S in the forward pass and the same row in your backward pass.",
+        "07", "P = exp(S - L)",
+        {"attention_backward": [Backward(scale_p=False)]},
+    ),
+    Mistake(
+        "",
+        "dS is not P ∘ (dP - D): your factor P stands in the wrong place, or is missing.",
+        "dS = P ∘ dP - P ∘ D. Which of the two terms has its P in your code?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(ds="without P"), Backward(ds="D outside")]},
+    ),
+    Mistake(
+        "",
+        "dV is right, and dQ and dK have a sign wrong: dS = P ∘ (dP - D).",
+        "Add up one row of your dS. What should the sum be, and which sign do you see?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(ds="plus"), Backward(ds="turned")]},
+    ),
+    Mistake(
+        "",
+        "dS = P ∘ (1 - P) ∘ dP is only the diagonal of softmax's derivative: as if each weight "
+        "hung on its own score alone.",
+        "Raise one score a little. Which weights of the row move?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(ds="sigmoid")]},
+    ),
+    Mistake(
+        "",
+        "dK and dV collect a share from every block of queries; yours keep only the last.",
+        "How often does your loop write to the same rows of dK? What happens to what was there?",
+        "07", "what stays and what passes by in the backward loop",
+        {"attention_backward": [Backward(rows_last=True)]},
+    ),
+    Mistake(
+        "",
+        "The block mask works the other way round: True means that a tile is computed.",
+        "Which tiles does your loop skip?",
+        "10", "Algorithm 5, line 8",
+        {"block_sparse_attention": [
+            Attention(sparse="turned"), Attention(sparse="turned", guard="no"),
+        ]},
+    ),
+    _sizes("Neither size is capped by d; B_r is.", capped="none"),
+    _sizes("Both sizes are capped by d; only B_r is.", capped="both"),
+    _sizes("B_r is the larger of ⌈M/4d⌉ and d, where the smaller belongs.", capped="up"),
+    _sizes("The paper rounds M/4d up, not to the nearest whole number.", whole=round),
+    _sizes("M/4d rounded down is 0 for a small M; the paper rounds it up.", whole=math.floor),
+    _sizes("M/4d rounded up is one more only if there is a remainder.",
+           whole=lambda share: math.floor(share) + 1),
+    _sizes("M/4d is not rounded: sizes are whole numbers.", whole=lambda share: share),
+    _sizes("M is divided by d, not by 4d: K, V, Q and O share the memory.", parts=1),
+    _sizes("M is divided by 2d, not by 4d: K, V, Q and O share the memory.", parts=2),
+    _sizes("M is divided by 3d, not by 4d: K, V, Q and O share the memory.", parts=3),
+    _sizes("M is divided by 8d, not by 4d: K, V, Q and O share the memory.", parts=8),
+    _sizes("M is divided by 16d: it counts elements, not bytes.", parts=16),
+    _counted(
+        "These are FlashAttention-2's counts without the lse, which is stored too.",
+        "What does the backward pass need besides O, one number for each row?",
+        Traffic(lse=0),
+    ),
+    _counted(
+        "These are FlashAttention-2's counts with both m and l stored for each row; it stores "
+        "one number, the lse.",
+        "What does the backward pass need besides O, one number for each row?",
+        Traffic(lse=2),
+    ),
+    _counted(
+        "These are bytes; the check counts elements.",
+        "How many numbers does a row of Q have, whatever their type?",
+        *(Traffic(times=times) for times in (2, 4, 8)),
+    ),
+    _counted(
+        "Loads and stores have changed places.",
+        "Which of the two is larger in attention?",
+        Traffic(swapped=True),
+    ),
+    _counted(
+        "K and V are read once per block of keys in your count; it is once per block of queries.",
+        "Which loop is the outer one? How many times does a row of K pass by?",
+        Traffic(keys="columns"),
+    ),
+    _counted(
+        "K and V are read once per query in your count; it is once per block of queries.",
+        "How many queries share one reading of K and V?",
+        Traffic(keys="row"),
+    ),
+    _counted(
+        "K is counted, V is not: it is read as often.",
+        "Which arrays does the inner loop load?",
+        Traffic(values=False),
+    ),
+    _counted(
+        "O is written once, and never read: FlashAttention-2 gathers it in fast memory.",
+        "Where does O_i live while the inner loop runs?",
+        Traffic(output_read=True), Traffic(output_read=True, lse=0),
+    ),
+    _counted(
+        "The stores lack O.",
+        "What does attention return?",
+        Traffic(output=False),
+    ),
+)  # fmt: skip

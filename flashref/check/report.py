@@ -7,17 +7,33 @@ it looks like, and a question that leads on. It never shows the solution.
 import html
 import json
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from flashref.check.answers import COUNTS, Problem, number, tolerance, wrong_places
+from flashref.check.answers import (
+    COUNTS,
+    Problem,
+    number,
+    printed_alike,
+    tolerance,
+    wrong_places,
+)
 
 MOST_SHOWN = 32  #: numbers of an array that are printed; of larger ones only the shape
 TITLES_SHOWN = 6  #: cases that are listed in text
 ROWS_SHOWN = 8  #: of a table of answers
-NOT_AN_ANSWER = ("not_written", "not_understood", "error")
+SIZES = {"d_v ≠ d": "values of another width than the keys (d_v ≠ d)"}  #: in words
+SCOPES = {  # what a function is right for that refuses a size
+    "rows of a matrix": " for one row",
+    "several heads": " for one head",
+    "batch and heads": " for one head",
+    "fewer key heads than query heads": " where each query head has a key head of its own",
+    "d_v ≠ d": " for d_v = d",
+}
+MATTER = ("causal", "scale", "window", "mask")  #: options that an exercise may be about
 
 
 @dataclass
@@ -92,6 +108,8 @@ class Report:
     not_checked: dict = field(default_factory=dict)
     not_asked: list = field(default_factory=list)
     notes: list = field(default_factory=list)
+    refusals: dict = field(default_factory=dict)  #: size -> the LearnerError with which it stopped
+    ended_beyond: bool = False  #: whether the process ended where nothing was asked any more
     mistakes: list = field(default_factory=list)  #: all known mistakes that fit, the first is named
     partly: tuple = (None, 0)  #: (mistake, number of wrong answers that it explains), if none fits
     clues: list = field(default_factory=list)  #: sentences, where no known mistake fits
@@ -104,7 +122,7 @@ class Report:
     @property
     def mistake(self):
         """The id of the known mistake that was made, or None."""
-        return self.mistakes[0].id if self.mistakes else None
+        return (self.mistakes[0].id or None) if self.mistakes else None
 
     def __bool__(self):
         return self.passed
@@ -126,17 +144,18 @@ class Report:
     def to_dict(self):
         """Return everything as what JSON knows; numbers that are not finite become words."""
         about = [
-            {"id": m.id, "sentence": m.sentence, "hint": m.hint, "read_again": m.read_again}
+            {"id": m.id or None, "sentence": m.sentence, "hint": m.hint, "read_again": m.read_again}
             for m in self.mistakes
         ]
         partly, explained = self.partly
+        part = {"id": partly.id or None, "cases": explained} if partly is not None else None
         return {
             "check": self.check,
             "function": self.function,
             "passed": self.passed,
             "mistake": self.mistake,
             "mistakes": about,
-            "partly": None if partly is None else {"id": partly.id, "cases": explained},
+            "partly": part,
             "clues": list(self.clues),
             "failures": [failure.to_dict() for failure in self.failures],
             "right": list(self.right),
@@ -158,15 +177,18 @@ class Report:
             yield from self._what_it_looks_like()
         if self.right and self.failures:
             yield "list", "Right already", self.right
-        if self.not_checked:
-            yield "list", "Not checked, since your function refused it", list(self.not_checked)
+        yield from self._what_was_not_checked()
         for note in self.notes:
             yield "text", "", note
 
     def _title(self):
         n = len(self.right)
+        cases = "1 case" if n == 1 else f"{n} cases, from easy to nasty"
         if self.passed:
-            return True, f"{self.check}: right. {n} cases, from easy to nasty."
+            scopes = list(dict.fromkeys(SCOPES.get(size, "") for size in self.not_checked))
+            if SCOPES["several heads"] in scopes:  # says more than the one on key heads
+                scopes = [scope for scope in scopes if "key head" not in scope]
+            return True, f"{self.check}: right{','.join(scopes)}. {cases}."
         kind = self.failures[0].kind
         what = {
             "not_written": "not written yet.",
@@ -177,12 +199,15 @@ class Report:
         if what is None and kind == "error" and not n:
             what = "stopped by an error."
         total = n + len(self.failures)
-        return False, f"{self.check}: {what or f'not right yet. {n} of {total} cases are right.'}"
+        are = "is" if n == 1 else "are"
+        return False, f"{self.check}: {what or f'not right yet. {n} of {total} cases {are} right.'}"
 
     def _first_failure(self, failure):
         problem, kind = failure.problem, failure.kind
         if kind == "not_written":
-            yield "text", "", f"Write {self.function}, then run the check again."
+            inner = _unwritten(failure) or self.function
+            called = "" if inner == self.function else f", which {self.function} calls"
+            yield "text", "", f"Write {inner}{called}, then run the check again."
             return
         if kind == "not_understood":
             yield "text", "", problem.sentence
@@ -204,27 +229,57 @@ class Report:
         else:
             yield "text", "", problem.sentence
 
+    def _what_was_not_checked(self):
+        """Say what the function refused, what it said, and which options it does not have."""
+        told = {}
+        for size, text in self.not_checked.items():  # one sentence for all with the same cause
+            told.setdefault(text, []).append(size)
+        for text, sizes in told.items():
+            names = ", ".join(SIZES.get(size, size) for size in sizes)
+            error = self.refusals.get(sizes[0])
+            if _meant(error):
+                said = _shortened(text.partition(": ")[2] or text)
+                yield "text", "Not checked", f"{names}; {self.function} refuses them (“{said}”)."
+                continue
+            lines = getattr(error, "lines", None) or []
+            place = f" ({lines[-1]['place']}: {_shortened(lines[-1]['line'])})" if lines else ""
+            yield (
+                "text",
+                "Not checked",
+                f"{names}. {self.function} stops there with “{_shortened(text)}”{place}. If your "
+                f"exercise asks for that, it is not done yet.",
+            )
+        missing = [name for name in MATTER if name in self.not_asked]
+        if self.passed and missing:
+            yield "text", "Not asked, since it has no such argument", f"{', '.join(missing)}."
+
     def _what_it_looks_like(self):
         if self.failures[0].kind in ("not_written", "not_understood"):
             return
         for mistake in self.mistakes[:1]:
-            yield "text", f"It looks like {mistake.id}", mistake.sentence
+            yield "text", f"It looks like {mistake.id or 'this'}", mistake.sentence
             yield "text", "To think about", mistake.hint
             yield "text", "To read again", mistake.read_again
         for mistake in self.mistakes[1:3]:
-            yield "text", f"{mistake.id} would give the same", mistake.sentence
+            yield "text", f"{mistake.id or 'This'} would give the same", mistake.sentence
         if self.mistakes:
             return
         mistake, explained = self.partly
         if mistake is not None:
             wrong = len(self.failures)
+            why = (
+                f"That explains {explained} of {wrong} wrong answers, so something else is wrong "
+                f"too."
+                if explained < wrong
+                else f"It would give the wrong numbers that are shown, in all {wrong} wrong cases, "
+                f"but elsewhere it would give others than yours: look for something like it."
+            )
             yield (
                 "text",
-                f"Part of it looks like {mistake.id}",
-                (
-                    f"{mistake.sentence} That explains {explained} of {wrong} wrong answers, so "
-                    f"something else is wrong too."
-                ),
+                f"Part of it looks like {mistake.id or 'this'}"
+                if explained < wrong
+                else f"It resembles {mistake.id or 'this'}",
+                f"{mistake.sentence} {why}",
             )
             yield "text", "To think about", mistake.hint
             yield "text", "To read again", mistake.read_again
@@ -236,6 +291,24 @@ class Report:
 
 
 # --- showing ------------------------------------------------------------------------------------
+
+
+def _unwritten(failure):
+    """Return the name of the function that raised NotImplementedError, or "" if unknown."""
+    lines = failure.answer.error.lines
+    name = lines[-1]["place"].rpartition(", in ")[2] if lines else ""
+    return name if name.isidentifier() else ""
+
+
+def _shortened(text, most=90):
+    text = " ".join(text.partition("\n")[0].split())
+    return text if len(text) <= most else f"{text[:most].rstrip()} ..."
+
+
+def _meant(error):
+    """Whether an error is a refusal that the learner wrote, by `raise` or `assert`."""
+    lines = getattr(error, "lines", None)
+    return bool(lines) and bool(re.search(r"(^|:\s*)(raise|assert)\b", lines[-1]["line"]))
 
 
 def _call(failure):
@@ -276,11 +349,9 @@ def _array_lines(name, array):
         array = array.reshape(array.shape[-2:])
     if array.size > MOST_SHOWN:
         return []
-    if array.dtype == bool:
-        text = np.array2string(array.astype(int), prefix=f"{name} = ")
-    else:
-        text = np.array2string(array, precision=4, suppress_small=True, prefix=f"{name} = ")
-    return [f"{name} = {text}"]
+    with printed_alike():
+        shown = array.astype(int) if array.dtype == bool else array
+        return [f"{name} = {np.array2string(shown, prefix=f'{name} = ')}"]
 
 
 def _table(failure):
@@ -374,16 +445,21 @@ def _as_html(part):
         return f'<pre style="{style}; overflow-x: auto">{html.escape(rest[0])}</pre>'
     if kind == "table":
         headings, rows = rest
-        cell = "padding: 0.1em 1em 0.1em 0; text-align: right; font-family: monospace"
+        cell = "padding: 0.1em 1em 0.1em 0; font-family: monospace; text-align: "
+        sides = ("left", "right", "right", "left")
         lines = [
             "<tr>"
-            + "".join(f'<th style="{cell}">{html.escape(h)}</th>' for h in headings)
+            + "".join(
+                f'<th style="{cell}{side}">{html.escape(h)}</th>'
+                for h, side in zip(headings, sides, strict=True)
+            )
             + "</tr>"
         ]
         for row in rows:
             weight = "bold" if row[3] else "normal"
             cells = "".join(
-                f'<td style="{cell}; font-weight: {weight}">{html.escape(x)}</td>' for x in row
+                f'<td style="{cell}{side}; font-weight: {weight}">{html.escape(x)}</td>'
+                for x, side in zip(row, sides, strict=True)
             )
             lines.append(f"<tr>{cells}</tr>")
         return f'<table style="margin: 0.4em 1em; border: 0">{"".join(lines)}</table>'

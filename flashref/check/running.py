@@ -7,7 +7,7 @@ import numpy as np
 
 from flashref import io_model
 from flashref.check import calling, clues, matching
-from flashref.check.answers import Problem, Unreadable, compare, read
+from flashref.check.answers import Problem, Unreadable, compare, number, read
 from flashref.check.calling import Answer, NotUnderstood
 from flashref.check.exercises import (
     CLOSED_FORM,
@@ -54,6 +54,8 @@ def run(name, function, cases=None, seed=0):
         failure = Failure("", Problem("not_understood", str(question)))
         return Report(exercise.name, name_of, failures=[failure])
     questions = [c for c in exercise.cases(seed, learner) if suits(learner, c)]
+    if not any(learner.has(role) for role in ("block", "block_q", "block_k")):
+        questions = [replace(c, title=c.plain or c.title) for c in questions]
     if cases == "small":
         questions = [c for c in questions if _rows(c) <= SMALL]
     session = _Counting if name == "traffic" else _Session
@@ -115,17 +117,33 @@ class _Session:
         self.found = None  # the answer with which that was found out
         self.tried, self.failures, self.right = [], [], []
         self.refused = {}  # kind of size -> what the function said
-        self.notes = []
+        self.refusals = {}  # kind of size -> its error
+        self.notes, self.ended_beyond = [], False
 
     def report(self):
         """Ask everything and return the `Report`."""
         if self._find_size(self.questions[0]):
-            for i, case in enumerate(self.questions):
+            for i, case in enumerate(self._affordable()):
                 if not self._ask(case, first=i == 0, repeat=i < 3):
                     break
             else:
                 self._ask_again()
+                if not self.failures:
+                    self._try_beyond()
         return self._conclude()
+
+    def _affordable(self):
+        """Return the cases; with JAX, which compiles for each shape, without more shapes."""
+        answer = self.found.value if self.found is not None else None
+        first = answer[0] if isinstance(answer, tuple | list) and len(answer) else answer
+        if not type(first).__module__.startswith("jax"):
+            return self.questions
+        kept = [case for case in self.questions if not case.again]
+        self.notes.append(
+            f"Left out, since JAX compiles every operation anew for each shape: "
+            f"{len(self.questions) - len(kept)} cases that ask the same in other shapes."
+        )
+        return kept
 
     # --- which size, which kind of arrays ---
 
@@ -133,6 +151,8 @@ class _Session:
         """Find the size and the kind of arrays that the function takes; return whether it does."""
         attempts = {}
         for self.one_width in (False, True):
+            if self.one_width and any(answer.error is None for answer in attempts.values()):
+                break  # an answer of a wrong shape is wrong; an error may mean: d_v = d only
             for library in self._libraries(attempts):
                 self.learner.library = library
                 for axes in self.exercise.axes:
@@ -141,7 +161,7 @@ class _Session:
                     if answer.error is None and self._readable(self._sized(case), answer):
                         self.found = answer
                         if self.one_width:
-                            self.refused["d_v ≠ d"] = attempts["numpy", 0, False].said
+                            self._refuse("d_v ≠ d", attempts[library, axes, False])
                         return True
                     attempts[library, self.axes, self.one_width] = answer
                     if answer.error is not None and answer.error.fatal:
@@ -198,6 +218,9 @@ class _Session:
     def _ask(self, case, first, repeat):
         """Ask one case; return whether to go on."""
         # larger sizes when the plain one works, and of those none that was refused
+        one_head = self.refusals.get("several heads")
+        if one_head is not None and case.larger == "fewer key heads than query heads":
+            self._refuse(case.larger, Answer(error=one_head))  # what it makes of them means nothing
         skip = self.failures or case.larger in self.refused
         if case.larger and (skip or ("q" in case and case["q"].ndim - 2 < self.axes)):
             return True
@@ -222,13 +245,16 @@ class _Session:
 
     def _not_answered(self, case, answer):
         if case.larger and not answer.error.fatal:
-            self.refused[case.larger] = answer.error.text
+            self._refuse(case.larger, answer)
             return True
         problem = self._error_problem(answer.error)
         right = self.exercise.right(case)
         self.tried.append(Tried(case, right, None, answer.error, problem))
         self._fail(case, answer, problem, right, None)
         return not answer.error.fatal
+
+    def _refuse(self, size, answer):
+        self.refused[size], self.refusals[size] = answer.said, answer.error
 
     def _error_problem(self, error):
         if error.kind == "NotImplementedError" and not self.tried:
@@ -317,6 +343,24 @@ class _Session:
                 self._fail(other.case, answer, problem, other.right, got)
             return
 
+    def _try_beyond(self):
+        """Note what comes of rows that the check does not ask for."""
+        seen = []
+        for case in self.exercise.beyond:
+            case = self._sized(case)
+            answer = self._call(case)
+            if answer.error is not None:
+                seen.append((case, f"stops with “{answer.error.text}”"))
+                if answer.error.fatal:
+                    self.ended_beyond = True
+                    break
+                continue
+            got, problem = self._judge(case, answer, self.exercise.right(case), both=False)
+            if problem is not None:
+                seen.append((case, f"gives {_in_short(got)}"))
+        if self.exercise.beyond:
+            self.notes.append(self.exercise.about_beyond(seen))
+
     # --- the end ---
 
     def _fail(self, case, answer, problem, right=None, got=None):
@@ -330,6 +374,8 @@ class _Session:
             failures=wrong or self.failures,
             right=[case.title for case in self.right],
             not_checked=self.refused,
+            refusals=self.refusals,
+            ended_beyond=self.ended_beyond,
             not_asked=[r for r in self.exercise.options if not self.learner.has(r)],
             notes=self.notes,
         )
@@ -441,6 +487,16 @@ def _by_array(memory, algorithm, case):
             if has != should:
                 texts.append(f"{name} {has} {what}, not {should}")
     return f"By array: {'; '.join(texts)}." if texts else ""
+
+
+def _in_short(got):
+    """Return the first output in a few words."""
+    if got is None:
+        return "no answer"
+    numbers = next(iter(got.values())).reshape(-1)
+    if np.isnan(numbers).all():
+        return "NaN"
+    return f"[{', '.join(number(x) for x in numbers)}]"
 
 
 def _about_change(name, before, after):

@@ -433,6 +433,19 @@ def nvidia_smi(field):
 
 
 # -- the tables -----------------------------------------------------------------------------------
+def stored():
+    """Return the newest run that is stored with the package.
+
+    Examples
+    --------
+    >>> print(stored()["card"])
+    NVIDIA H200
+    """
+    folder = Path(__file__).parent / "results"
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
+    return max(runs, key=lambda run: run["date"])
+
+
 def report(results):
     """Return a run as text: TFLOP/s by length, the share of the card's peak, the error."""
     peaks = ", ".join(f"{name}: {value:g}" for name, value in results["peaks"].items())

@@ -73,6 +73,40 @@ def test_solved_lesson_runs_and_every_check_passes(path):
 
 
 SABOTAGES = [
+    ("00_start_here", "S = q @ k.T / np.sqrt(q.shape[1])", "S = q @ k.T"),
+    ("00_start_here", 'hbm.load("P", P, slice(0, len(P)))', "P"),
+    ("00_start_here", "/ rows.std(axis=1, keepdims=True)", "/ rows.std()"),
+    ("00_start_here", "rows * (d_v + 1)", "rows * d_v"),
+    ("00_start_here", "n_k * (d + d_v)", "n_k * d"),
+    ("05_io_complexity", "-(-sram_elements // (4 * d))", "max(1, sram_elements // (4 * d))"),
+    ("05_io_complexity", "return min(B_c, d), B_c", "return B_c, min(B_c, d)"),
+    ("05_io_complexity", "-(-n_q // block_q)", "n_q // block_q"),
+    ("05_io_complexity", "(b + 1) ** 2 + ", ""),
+    ("05_io_complexity", "2 * (b + 1) <= M", "2 * (b + 2) < M"),
+    ("01_standard_attention", "scores.append(dot / math.sqrt(q.shape[1]))", "scores.append(dot)"),
+    ("01_standard_attention", "e[j] / l * v[j]", "e[j] * v[j]"),
+    ("01_standard_attention", "n_k * d_v + 2 * n_q", "n_k * d_v + n_q"),
+    ("01_standard_attention", 'memory.load("P", P, rows), memory', "P, memory"),
+    ("01_standard_attention", "4 * n * n / sum", "2 * n * n / sum"),
+    (
+        "01_standard_attention",
+        "x.reshape(len(x), n_heads, -1).transpose(1, 0, 2)",
+        "x.reshape(n_heads, len(x), -1)",
+    ),
+    ("01_standard_attention", "o.transpose(1, 0, 2).reshape(", "o.reshape("),
+    ("01_standard_attention", 'memory.load("K", k, slice(None)), memory', "k, memory"),
+    ("06_standard_backward", "y * (dy - y @ dy)", "(np.diag(y) - np.outer(y, y)) @ dy"),
+    ("06_standard_backward", "(dp - (p * dp).sum(axis=1, keepdims=True))", "dp"),
+    ("06_standard_backward", "tau * ds.T @ q, dv", "ds.T @ q, dv"),
+    ("06_standard_backward", "(2 * h)", "h"),
+    ("06_standard_backward", "if not np.allclose(gradient", "if np.allclose(gradient"),
+    ("06_standard_backward", "- do[i] @ o[i]", ""),
+    ("06_standard_backward", "dk += tau", "dk = tau"),
+    (
+        "06_standard_backward",
+        "np.exp(tau * k @ q[i] - lse[i])",
+        "np.exp(tau * q @ k.T - lse[:, None])[i]",  # right, and as large as P
+    ),
     ("02_safe_softmax", "f = np.exp(x - m)", "f = np.exp(x)"),
     ("02_safe_softmax", "        return -np.inf\n", "        return np.nan\n"),
     ("02_safe_softmax", "m + np.log(", "np.log("),
@@ -85,6 +119,77 @@ SABOTAGES = [
     ("03_online_softmax", "merge(merge(a, b), c),", "merge(merge(a, b), b),"),
     ("03_online_softmax", "for x in stream:", "for x in list(stream):"),
     ("03_online_softmax", "np.where(np.isneginf(lse), 0, lse)", "lse"),
+    ("04_flash1_forward", "range(0, n, size)", "range(0, n - size + 1, size)"),
+    (
+        "04_flash1_forward",
+        "(old[:, None] * o[rows] + p",
+        "(np.exp(m[rows] - m_new)[:, None] * o[rows] + p",
+    ),
+    (
+        "04_flash1_forward",
+        "np.allclose(O, standard_attention(Q, K[:seen], V[:seen]))",
+        "True",
+    ),
+    ("04_flash1_forward", "O_i - P_ij @ V_j", "O_i + P_ij @ V_j"),
+    ("04_flash1_forward", "for k_j, v_j in stream:", "for k_j, v_j in list(stream):"),
+    ("07_flash1_backward", "@ k_j.T - lse_i[:, None]", "@ k_j.T"),
+    (
+        "07_flash1_backward",
+        " - lse[i, None])\n            dv_j += p_ij.T",
+        ")\n            dv_j += p_ij.T",
+    ),
+    ("07_flash1_backward", "2 * d_v + 1)", "2 * d_v + 2)"),
+    ("07_flash1_backward", "do[i] @ v[j].T * z_ij", "do[i] @ v[j].T"),
+    ("07_flash1_backward", "(p_ij * z_ij).T", "p_ij.T"),
+    ("08_flash2", "np.where(l == 0, 1, l)[:, None]", "l[:, None]"),
+    ("08_flash2", "correction[:, None] * o_i + p", "o_i + p"),
+    (
+        "08_flash2",
+        "n_q * d + t_r * n_k * (d + d_v), n_q * (d_v + 1)",
+        "n_k * (d + d_v) + -(-n_k // block_k) * n_q * (d + d_v + 2), "
+        "(1 + -(-n_k // block_k)) * n_q * (d_v + 2)",  # the other algorithm's
+    ),
+    ("08_flash2", "half = d + d_v + 1", "half = d + d_v"),
+    ("08_flash2", "half * half + M) - half", "half * half + M) - half - 1"),
+    ("08_flash2", "dq[rows] += ds", "dq[rows] = ds"),
+    ("09_masks_and_heads", "[:, None] + n_k - n_q", "[:, None]"),
+    ("09_masks_and_heads", "(j >= i - window[0])", "(j > i - window[0])"),
+    ("09_masks_and_heads", "if causal and j[0] > i[-1] + off", "if causal and j[0] > i[0] + off"),
+    ("09_masks_and_heads", "if low > right or high < -left", "if low > right"),
+    ("09_masks_and_heads", "k[j], v[j], causal=causal", "k, v, causal=causal"),
+    (
+        "09_masks_and_heads",
+        "np.repeat(x, H_q // x.shape[-3], axis=-3)",
+        "np.concatenate([x] * (H_q // x.shape[-3]), axis=-3)",
+    ),
+    ("10_block_sparse", "axis=1)[:n_q, :n_k]", "axis=1)"),
+    ("10_block_sparse", "if not block_mask[i, j]:", "if block_mask[i, j]:"),
+    ("10_block_sparse", "(old * l[rows])[:, None] * o[rows] + p", "old[:, None] * o[rows] + p"),
+    ("10_block_sparse", "first_key <= last_query + n_k - n_q", "first_key <= last_query"),
+    ("10_block_sparse", "there, there & ~full", "there, there"),
+    ("10_block_sparse", "tiles[0, :] = tiles[:, 0] = True", "tiles[:, 0] = True"),
+    ("10_block_sparse", "tiles = np.zeros((t, t), bool)", "tiles = np.eye(t, dtype=bool)"),
+    ("10_block_sparse", "correction[:, None] * o_i + p", "o_i + p"),
+    ("10_block_sparse", 'hbm.load("Q", q, rows)', 'hbm.load("Q", q, slice(0, n_q))[rows]'),
+    ("11_flash3_ideas", "np.rint(size / step)", "np.floor(size / step + 0.5)"),
+    ("11_flash3_ideas", "np.frexp(size)[1] - 1, -6)", "np.frexp(size)[1] - 1, -9)"),
+    ("11_flash3_ideas", "for start in starts[1:]:", "for start in starts[1:-1]:"),
+    ("11_flash3_ideas", "P @ v[start - block_k : start]", "P @ v[start : start + block_k]"),
+    ("11_flash3_ideas", 'order.append(("QK", j + 1))', 'order.insert(0, ("QK", j + 1))'),
+    (
+        "11_flash3_ideas",  # two stages, right and not the shortest
+        'order.append(("QK", j + 1))',
+        'order += [("softmax", j), ("QK", j + 1), ("PV", j)]; continue',
+    ),
+    (
+        "11_flash3_ideas",  # right numbers, and P V before the next S
+        "        S = scale * q @ k[start : start + block_k].T\n"
+        "        o = o + P @ v[start - block_k : start]\n",
+        "        o = o + P @ v[start - block_k : start]\n"
+        "        S = scale * q @ k[start : start + block_k].T\n",
+    ),
+    ("11_flash3_ideas", "np.stack([a + b, a - b], axis=2)", "np.stack([a + b, b - a], axis=2)"),
+    ("11_flash3_ideas", "return x / np.sqrt(d)", "return x"),
 ]
 
 

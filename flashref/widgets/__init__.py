@@ -13,6 +13,19 @@ except ImportError as error:
     ) from error
 
 from flashref.widgets.explorer import Explorer
+from flashref.widgets.masks import mask_explorer
+from flashref.widgets.pipeline import pipeline_explorer
 from flashref.widgets.softmax import shift_slider, softmax_stepper
+from flashref.widgets.tiles import tile_stepper
+from flashref.widgets.traffic import block_size_explorer, roofline_explorer
 
-__all__ = ["Explorer", "shift_slider", "softmax_stepper"]
+__all__ = [
+    "Explorer",
+    "block_size_explorer",
+    "mask_explorer",
+    "pipeline_explorer",
+    "roofline_explorer",
+    "shift_slider",
+    "softmax_stepper",
+    "tile_stepper",
+]

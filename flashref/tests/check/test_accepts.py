@@ -107,7 +107,57 @@ def test_what_a_function_refuses_is_not_wrong_but_said():
     report = check.attention(correct.flash_2_as_in_the_paper)
     assert report.passed
     assert list(report.not_checked) == ["several heads", "fewer key heads than query heads"]
-    assert "Not checked" in str(report)
+    text = str(report).replace("\n  ", " ")
+    assert text.startswith("attention: right for one head. ")
+    assert "Not checked: several heads, fewer key heads than query heads." in text
+    assert "too many values to unpack" in text
+    assert "n_q, d = q.shape" in text  # the line that refuses
+    assert "it is not done yet" in text
+    assert "no such argument: window, mask." in text
+
+
+def test_a_refusal_that_the_learner_wrote_is_no_accident():
+    def softmax(x):
+        assert x.ndim == 1, "one row; exercise 2 takes more"
+        return correct.softmax_of_rows(x)
+
+    report = check.softmax(softmax)
+    assert report.passed
+    text = str(report).replace("\n  ", " ")
+    assert text.startswith("softmax: right for one row. ")
+    assert "softmax refuses them (“one row; exercise 2 takes more”)" in text
+    assert "not done yet" not in text
+
+
+@pytest.mark.parametrize(
+    ("guarded", "words"),
+    [
+        (True, "Right too, though not asked: scores of -inf"),
+        (False, "[-inf, -inf] gives NaN, not [0, 0]"),
+    ],
+)
+@pytest.mark.parametrize("name", ["softmax", "online_softmax"])
+def test_rows_of_minus_infinity_are_spoken_of(name, guarded, words):
+    def softmax(x):
+        m = x.max(axis=-1, keepdims=True)
+        e = np.exp(x - (np.where(np.isinf(m), 0, m) if guarded else m))
+        l = e.sum(axis=-1, keepdims=True)
+        return e / (np.where(l == 0, 1, l) if guarded else l)
+
+    report = getattr(check, name)(softmax)
+    assert report.passed
+    assert words in str(report).replace("\n  ", " ")
+
+
+def test_a_row_of_minus_infinity_that_raises_is_spoken_of_too():
+    def softmax(x):
+        if np.isneginf(x).all():
+            raise ValueError("an empty row")
+        return correct.softmax_of_rows(x)
+
+    report = check.softmax(softmax)
+    assert report.passed
+    assert "[-inf, -inf] stops with “ValueError: an empty row”" in str(report).replace("\n  ", " ")
 
 
 def test_one_width_for_keys_and_values_is_enough():
@@ -119,6 +169,23 @@ def test_one_width_for_keys_and_values_is_enough():
     report = check.attention(of_one_width)
     assert report.passed
     assert "d_v ≠ d" in report.not_checked
+    text = str(report).replace("\n  ", " ")
+    assert text.startswith("attention: right for d_v = d, where each query head has ")
+    assert "values of another width than the keys (d_v ≠ d). of_one_width stops there" in text
+    assert "could not broadcast input array" in text
+
+
+def test_a_wrong_shape_is_no_refusal():
+    """Only an error says that d_v ≠ d is too much; an answer of a wrong shape is wrong."""
+
+    def of_one_width(q, k, v):
+        o = np.zeros_like(q)
+        o[..., : v.shape[-1]] = correct.attention_of_matrices(q, k, v)
+        return o
+
+    report = check.attention(of_one_width)
+    assert not report.passed
+    assert "o has shape (2, 4); it should be (2, 2)" in str(report)
 
 
 def test_small_leaves_out_the_large_cases():

@@ -7,7 +7,9 @@ import pytest
 
 import flashref
 from flashref import check
+from flashref.check import mistakes
 from flashref.tests.check.solutions import correct
+from flashref.tests.check.solutions.wrong import WRONG
 
 
 def right(q, k, v, **options):
@@ -64,7 +66,7 @@ def with_the_mask_turned(q, k, v, mask=None):
     return right(q, k, v, mask=None if mask is None else ~mask)
 
 
-WRONG = {  # function: a word of the report that tells what to look at
+ODDITIES = {  # function: a word of the report that tells what to look at
     with_noise: "3 digits",
     with_one_wrong_number: "A single number is wrong",
     in_float16: "float16",
@@ -77,7 +79,9 @@ WRONG = {  # function: a word of the report that tells what to look at
 }
 
 
-@pytest.mark.parametrize(("function", "words"), WRONG.items(), ids=[f.__name__ for f in WRONG])
+@pytest.mark.parametrize(
+    ("function", "words"), ODDITIES.items(), ids=[f.__name__ for f in ODDITIES]
+)
 def test_a_wrong_answer_that_is_on_no_list(function, words):
     report = check.attention(function)
     assert not report.passed
@@ -100,6 +104,55 @@ def test_what_can_be_said_without_a_name(function, words):
     report = check.attention(function)
     assert report.mistake is None
     assert words in " ".join(report.clues)
+
+
+def one_line(report):
+    return str(report).replace("\n  ", " ")
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "function"), WRONG, ids=[f"{name}-{f.__name__}" for name, _, f in WRONG]
+)
+def test_a_mistake_without_a_name_is_described(name, words, function):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert words in one_line(report)
+    assert report.mistake == (words if words in mistakes.BY_ID else None)
+
+
+def test_every_description_is_somebodys():
+    described = set()
+    for name, _, function in WRONG:
+        described |= {m.sentence for m in getattr(check, name)(function).mistakes}
+    assert {m.sentence for m in mistakes.DESCRIBED} <= described
+
+
+def test_there_are_enough_wrong_answers():
+    names = [name for name, _, _ in WRONG]
+    assert all(names.count(name) >= 15 for name in set(check.__all__) - {"Report"})
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("softmax", lambda x: 0 * x),
+        ("softmax", lambda x: np.nan * x),
+        ("softmax", lambda x: 0 * x + 1 / x.shape[-1]),
+        ("online_softmax", lambda x, block: np.nan * x),
+        ("online_softmax", lambda x, block: np.inf + 0 * x),
+        ("merge_attention", lambda o_a, lse_a, o_b, lse_b: (0 * o_a, 0 * lse_a)),
+        ("merge_attention", lambda o_a, lse_a, o_b, lse_b: (np.nan * o_a, np.nan * lse_a)),
+        ("attention_backward", lambda do, q, k, v: (0 * q, 0 * k, 0 * v)),
+        ("attention_backward", lambda do, q, k, v: (np.nan * q, np.nan * k, np.nan * v)),
+        ("block_sizes", lambda M, d: (1, 1)),
+        ("traffic", lambda n_q, n_k, d, d_v, block_q, block_k: (0, 0)),
+    ],
+)
+def test_an_empty_answer_is_not_described_as_a_mistake(name, function):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert report.mistakes == []
+    assert report.partly == (None, 0)
 
 
 # --- answers that hang on other calls -----------------------------------------------------------
@@ -320,7 +373,7 @@ def test_softmax_over_everything_is_no_softmax_of_rows():
     report = check.softmax(over_everything)
     assert not report.passed
     assert report.mistake is None
-    assert "Wrong only with more than one row" in str(report)
+    assert "All weights of the matrix together sum to 1" in str(report)
 
 
 # --- traffic ------------------------------------------------------------------------------------

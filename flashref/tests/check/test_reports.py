@@ -56,12 +56,12 @@ def test_lines_are_short_enough_to_read(function):
 
 
 def test_a_passing_report_is_short():
-    report = check.softmax(correct.softmax_along_an_axis)
+    report = check.merge_attention(correct.merge_with_logaddexp)
     assert report.passed is True
     assert report
     assert report.mistake is None
     assert report.failures == []
-    assert re.fullmatch(r"softmax: right\. \d+ cases, from easy to nasty\.", str(report))
+    assert re.fullmatch(r"merge_attention: right\. \d+ cases, from easy to nasty\.", str(report))
     report.raise_if_failed()
 
 
@@ -83,6 +83,21 @@ def test_a_stub_is_not_written_yet():
     assert report.mistake is None
     assert report.failures[0].kind == "not_written"
     assert str(report).startswith("online_softmax: not written yet.")
+    assert "Write online_softmax, then run the check again." in str(report)
+
+
+def my_logsumexp(x):
+    raise NotImplementedError
+
+
+def softmax_by_lse(x):
+    return np.exp(x - my_logsumexp(x))
+
+
+def test_the_stub_is_named_and_not_what_calls_it():
+    report = check.softmax(softmax_by_lse)
+    assert report.failures[0].kind == "not_written"
+    assert "Write my_logsumexp, which softmax_by_lse calls, then" in str(report)
 
 
 def test_a_stub_inside_is_an_error_where_the_rest_works():
@@ -262,6 +277,21 @@ def test_nan_is_a_word_in_json():
 
 
 def test_a_report_can_be_made_by_hand():
-    assert (
-        str(Report("softmax", "f", right=["one"])) == "softmax: right. 1 cases, from easy to nasty."
-    )
+    assert str(Report("softmax", "f", right=["one"])) == "softmax: right. 1 case."
+    two = Report("softmax", "f", right=["one", "two"])
+    assert str(two) == "softmax: right. 2 cases, from easy to nasty."
+
+
+def test_reports_do_not_hang_on_the_print_options_of_the_session():
+    reports = [
+        check.softmax(first_try.softmax),
+        check.attention(first_try.flash_attention),
+        check.block_sizes(lambda M, d: np.array([np.nan, 1.0])),
+    ]
+    plain = [str(report) for report in reports]
+    options = {"precision": 1, "threshold": 2, "edgeitems": 1, "linewidth": 20, "sign": "+"}
+    options |= {"nanstr": "?", "infstr": "!", "formatter": {"float": lambda x: "x"}}
+    with np.printoptions(**options):
+        assert [str(report) for report in reports] == plain
+        assert str(check.softmax(first_try.softmax)) == plain[0]
+        assert np.array2string(np.ones(1)) == "[x]"  # and leave them as they are

@@ -259,6 +259,32 @@ def test_a_mistake_of_the_checker_is_no_pass(run, monkeypatch):
     assert "softmax      error" in out and "ZeroDivisionError" in out and "1 of 2 passed" in out
 
 
+VECTORS = """
+import os
+import numpy as np
+
+def softmax(x):
+    assert x.ndim == 1, "one row"
+    {rule}
+    e = np.exp(x - x.max())
+    return e / e.sum()
+"""
+
+
+def test_what_a_passing_exercise_was_not_asked_is_said(run):
+    code, out = run(VECTORS.format(rule="pass"))
+    assert code == 0
+    assert "  softmax  passed (not checked: rows of a matrix)" in out.splitlines()
+
+
+def test_a_process_that_dies_where_nothing_is_asked_any_more_does_not_fail(run):
+    """Rows of -inf are tried and spoken of, but no answer fails by them."""
+    code, out = run(VECTORS.format(rule="if np.isneginf(x).all(): os._exit(3)"))
+    assert (code, "1 of 1 passed" in out) == (0, True)
+    code, out = run(VECTORS.format(rule="if len(x) > 1000: os._exit(3)"))
+    assert (code, "softmax  stopped" in out) == (1, True)
+
+
 @pytest.mark.parametrize("passed", [1, "yes", None, [True]])
 def test_only_true_is_a_pass(run, monkeypatch, passed):
     class Report:

@@ -272,7 +272,9 @@ def test_the_reports_are_equal(path, homework, name):
         finally:
             process.close()
     assert process.ended is None
-    assert str(there).replace(process.function, "f") == str(here).replace(here.function, "f")
+    # a longer name may break lines elsewhere
+    told_there = str(there).replace(process.function, "f").split()
+    assert told_there == str(here).replace(here.function, "f").split()
     assert (there.passed, there.mistake) == (here.passed, here.mistake)
     assert there.passed == (name in PASS)
 

@@ -4,6 +4,7 @@ Nothing here uses flashref: the styles are those of homework, of papers, and of 
 PyTorch and JAX are imported inside the functions, which are left out where they are missing.
 """
 
+import collections
 import functools
 import itertools
 import math
@@ -906,6 +907,244 @@ def closed_form_with_one_length(N, d, B_r, B_c):
 def closed_form_with_one_width(n_q, n_k, d, block_q, block_k):
     T_r = (n_q + block_q - 1) // block_q
     return np.array([n_q * d + T_r * n_k * 2 * d, n_q * (d + 1)])
+
+
+# --- more styles ------------------------------------------------------------------------------
+
+
+@solves(SOFTMAX)
+def softmax_in_a_buffer_of_its_own(x):
+    out = np.empty_like(x)
+    np.subtract(x, np.max(x, axis=-1, keepdims=True), out=out)
+    np.exp(out, out=out)
+    out /= out.sum(axis=-1, keepdims=True)
+    return out
+
+
+@solves(SOFTMAX, ONLINE)
+def softmax_in_extended_precision(x):
+    wide = np.asarray(x, np.longdouble)
+    e = np.exp(wide - wide.max(-1)[..., None])
+    return e / e.sum(-1)[..., None]
+
+
+@solves(ONLINE)
+def online_from_a_generator(x, block=3):
+    def states(scores):
+        m, l = -INF, 0.0
+        for i in range(0, len(scores), block):
+            part = scores[i : i + block]
+            top = max(m, *part) if len(part) > 1 else max(m, part[0])
+            l = l * math.exp(m - top) + math.fsum(math.exp(s - top) for s in part)
+            m = top
+            yield m, l
+
+    *_, (m, l) = states(list(map(float, x)))
+    return tuple(math.exp(s - m) / l for s in map(float, x))
+
+
+Attended = collections.namedtuple("Attended", "o lse")
+Gradients = collections.namedtuple("Gradients", "dq dk dv")
+
+
+@solves(MERGE)
+def merge_into_a_named_tuple(o_a, lse_a, o_b, lse_b):
+    total = np.logaddexp(lse_a, lse_b)
+    w_a, w_b = (
+        np.where(np.isneginf(part), 0, np.exp(part - np.where(np.isinf(total), 0, total)))
+        for part in (lse_a, lse_b)
+    )
+    return Attended(w_a[..., None] * o_a + w_b[..., None] * o_b, total)
+
+
+@solves(MERGE)
+def merge_in_a_list(*parts):
+    o, lse = np.stack(parts[::2]), np.stack(parts[1::2])
+    top = lse.max(axis=0)
+    w = np.exp(lse - np.where(np.isinf(top), 0, top))
+    l = w.sum(axis=0)
+    safe = np.where(l == 0, 1, l)
+    return [np.einsum("p...,p...c->...c", w, o) / safe[..., None],
+            np.where(l == 0, -INF, top + np.log(safe))]  # fmt: skip
+
+
+@solves(ATTENTION)
+def attention_by_broadcasting(q, k, v):
+    S = (q[..., :, None, :] * k[..., None, :, :]).sum(axis=-1) / math.sqrt(q.shape[-1])
+    E = np.exp(S - S.max(axis=-1)[..., None])
+    return (E[..., None] * v[..., None, :, :]).sum(axis=-2) / E.sum(axis=-1)[..., None]
+
+
+@solves(ATTENTION)
+def attention_into_a_named_tuple(query, key, value, *, return_lse):
+    S = np.einsum("...ic,...jc->...ij", query, key, optimize=True) * query.shape[-1] ** -0.5
+    top = np.amax(S, -1, keepdims=True)
+    lse = top + np.log(np.exp(S - top).sum(-1, keepdims=True))
+    o = np.exp(S - lse) @ value
+    return Attended(o, lse[..., 0]) if return_lse else o
+
+
+@solves(ATTENTION)
+def attention_with_any_options(q, k, v, **options):
+    return attention_of_matrices(q, k, v, **options)
+
+
+@solves(ATTENTION)
+def attention_by_reduction(Q, K, V, Bc=5):
+    def state(cut):
+        S = Q @ K[cut].T / np.sqrt(Q.shape[1])
+        m = S.max(1)
+        P = np.exp(S - m[:, None])
+        return m, P.sum(1), P @ V[cut]
+
+    def joined(a, b):
+        m = np.maximum(a[0], b[0])
+        e, f = np.exp(a[0] - m), np.exp(b[0] - m)
+        return m, e * a[1] + f * b[1], e[:, None] * a[2] + f[:, None] * b[2]
+
+    cuts = (slice(j, j + Bc) for j in range(0, len(K), Bc))
+    _, l, O = functools.reduce(joined, map(state, cuts))
+    return O / l[:, None]
+
+
+@solves(ATTENTION)
+def attention_by_recursion(q, k, v):
+    def part(k, v):
+        if len(k) > 4:
+            half = len(k) // 2
+            (o_a, a), (o_b, b) = part(k[:half], v[:half]), part(k[half:], v[half:])
+            lse = np.logaddexp(a, b)
+            return np.exp(a - lse)[:, None] * o_a + np.exp(b - lse)[:, None] * o_b, lse
+        S = q @ k.T / q.shape[1] ** 0.5
+        lse = np.logaddexp.reduce(S, axis=1)
+        return np.exp(S - lse[:, None]) @ v, lse
+
+    return part(k, v)
+
+
+@solves(ATTENTION)
+def attention_in_fortran_order(q, k, v, is_causal=False):
+    return np.asfortranarray(attention_of_matrices(q, k, v, causal=is_causal))
+
+
+@solves(ATTENTION)
+class Stateful:
+    """An object that keeps its arrays between calls, and gives copies away."""
+
+    def __init__(self):
+        self.scores = np.empty((0, 0))
+
+    def __call__(self, q, k, v):
+        if self.scores.shape != (len(q), len(k)):
+            self.scores = np.empty((len(q), len(k)))
+        S = np.matmul(q, k.T, out=self.scores)
+        S /= q.shape[1] ** 0.5
+        S -= S.max(axis=1, keepdims=True)
+        np.exp(S, out=S)
+        return S @ v / S.sum(axis=1, keepdims=True)
+
+
+ATTENTION[-1] = (None, Stateful())
+
+
+def compiled(function):
+    """Compile a function with Numba."""
+    import numba
+
+    return numba.njit(function)
+
+
+@solves(ATTENTION)
+@compiled
+def attention_in_numba(Q, K, V, Br=4, Bc=3):
+    n_q, d = Q.shape
+    O = np.zeros((n_q, V.shape[1]))
+    for i in range(n_q):
+        m, l = -np.inf, 0.0
+        for j in range(K.shape[0]):
+            s = 0.0
+            for c in range(d):
+                s += Q[i, c] * K[j, c]
+            s /= np.sqrt(d)
+            m_new = max(m, s)
+            alpha, p = np.exp(m - m_new), np.exp(s - m_new)
+            l = alpha * l + p
+            for c in range(V.shape[1]):
+                O[i, c] = alpha * O[i, c] + p * V[j, c]
+            m = m_new
+        for c in range(V.shape[1]):
+            O[i, c] /= l
+    return O
+
+
+@solves(BACKWARD)
+def gradients_in_a_named_tuple(do, q, k, v, o, lse):
+    scale = 1 / math.sqrt(q.shape[-1])
+    P = np.exp(scale * np.einsum("...ic,...jc->...ij", q, k) - lse[..., None])
+    dP = np.einsum("...ic,...jc->...ij", do, v)
+    dS = P * (dP - np.einsum("...ic,...ic->...i", do, o)[..., None])
+    return Gradients(
+        dq=scale * np.einsum("...ij,...jc->...ic", dS, k),
+        dk=scale * np.einsum("...ij,...ic->...jc", dS, q),
+        dv=np.einsum("...ij,...ic->...jc", P, do),
+    )
+
+
+@solves(BACKWARD)
+def gradients_added_up_over_queries(grad_output, query, key, value):
+    d_key, d_value = np.zeros(key.shape), np.zeros(value.shape)
+    d_query = []
+    for q_i, g_i in zip(query, grad_output, strict=True):
+        s = key @ q_i / query.shape[1] ** 0.5
+        p = np.exp(s - s.max())
+        p /= p.sum()
+        d_p = value @ g_i
+        d_s = (np.diag(p) - np.outer(p, p)) @ d_p / query.shape[1] ** 0.5
+        d_query.append(d_s @ key)
+        d_key += np.outer(d_s, q_i)
+        d_value += np.outer(p, g_i)
+    return [np.array(d_query), d_key, d_value]
+
+
+@solves(SPARSE)
+def sparse_row_by_row(q, k, v, block_mask, block_q, block_k):
+    rows = []
+    for i, q_i in enumerate(q):
+        keys = [j for j in range(len(k)) if block_mask[i // block_q][j // block_k]]
+        if not keys:
+            rows.append(np.zeros(v.shape[1]))
+            continue
+        s = k[keys] @ q_i / math.sqrt(len(q_i))
+        p = np.exp(s - max(s))
+        rows.append(p @ v[keys] / p.sum())
+    return np.vstack(rows)
+
+
+@solves(SPARSE)
+def sparse_by_kron(Q, K, V, block_mask, Br, Bc, return_lse=False):
+    see = np.kron(block_mask, np.ones((Br, Bc)))[: Q.shape[-2], : K.shape[-2]].astype(bool)
+    S = np.where(see, Q @ K.swapaxes(-1, -2) * Q.shape[-1] ** -0.5, -INF)
+    lse = np.logaddexp.reduce(S, axis=-1, keepdims=True)
+    P = np.where(see, np.exp(S - np.where(np.isinf(lse), 0, lse)), 0)
+    return (P @ V, lse[..., 0]) if return_lse else P @ V
+
+
+@solves(SIZES)
+def sizes_as_numpy_integers(M, d):
+    B_c = np.ceil(np.float64(M) / (4 * d))
+    return np.array([np.minimum(B_c, d), B_c])
+
+
+@solves(TRAFFIC)
+def counted_in_loops(n_q, n_k, d, d_v, block_q, block_k):
+    loads = stores = 0
+    for i in range(0, n_q, block_q):
+        rows = len(range(n_q)[i : i + block_q])
+        loads += rows * d
+        for j in range(0, n_k, block_k):
+            loads += len(range(n_k)[j : j + block_k]) * (d + d_v)
+        stores += rows * d_v + rows
+    return loads, stores
 
 
 def solutions(available):

@@ -1,0 +1,491 @@
+"""Lesson 12: the ladder of GPU kernels as measured, and where the threads of a warp read.
+
+The measured pictures are drawn from one run of `python -m flashref bench gpu`; the drawings of
+memory are counted in NumPy.
+"""
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch, Rectangle
+
+from flashref import io_model
+from flashref.cuda import bench
+from flashref.inputs import require
+from flashref.plots.picture import (
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PAGE_WIDTH,
+    PALE,
+    PIXELS_PER_INCH,
+    PURPLE,
+    RED,
+    SKY,
+    Picture,
+    styled,
+)  # fmt: skip
+
+WIDTH = PAGE_WIDTH / PIXELS_PER_INCH
+RUNGS = ("naive", "tiled", "registers", "tensor_core")
+FP16 = "fp16 matrix product, 8192³, TFLOP/s"
+FP32 = "fp32 multiply-add, TFLOP/s"
+COPY = "device copy, read and written, TB/s"
+OURS = {"facecolor": ORANGE, "edgecolor": INK, "hatch": "///"}
+PEERS = {"facecolor": PALE, "edgecolor": GREY}
+LINES = {  # color, marker, whether dashed
+    "naive": (PURPLE, "v", False),
+    "tiled": (GREEN, "^", False),
+    "registers": (BLUE, "s", False),
+    "tensor_core": (RED, "o", False),
+    "PyTorch FLASH": (INK, "D", True),
+    "PyTorch cuDNN": (BLUE, "P", True),
+    "PyTorch EFFICIENT": (GREEN, "x", True),
+    "PyTorch MATH": (GREY, ".", True),
+}
+BANKS, BANK_BYTES, LINE_BYTES, SECTOR_BYTES = 32, 4, 128, 32
+WARP = 32
+
+
+# -- measured -------------------------------------------------------------------------------------
+def _runs(results, n, d, causal=False):
+    """Return dtype to kernel to its forward run of this length."""
+    found = {}
+    for dtype in ("float32", "float16"):
+        title = bench.Setting(n, d, causal, dtype).title
+        table = bench.tables(results).get(title, {})
+        found[dtype] = {name: row[n] for name, row in table.items() if n in row}
+    return found
+
+
+def _source(results):
+    return f"{results['card']}, {results['date']}"
+
+
+@styled
+def ladder(results, n=8192):
+    """Draw the speed of every rung and peer under what the card was seen to reach.
+
+    Parameters
+    ----------
+    results : dict
+        A run of `python -m flashref bench gpu`, such as `flashref.cuda.bench.stored()`.
+    n : int
+        The sequence length; forward passes that are not causal.
+
+    Returns
+    -------
+    picture : Picture
+        A panel for each head size: bars of TFLOP/s on a logarithmic axis.
+
+    Raises
+    ------
+    ValueError
+        If the run has no kernel at this length.
+    """
+    runs = {d: _runs(results, n, d) for d in (64, 128)}
+    require(
+        any(runs[d][dtype] for d in runs for dtype in runs[d]),
+        f"the run has nothing at {n=}; it has {sorted({run['n'] for run in results['runs']})}",
+    )
+    peaks = {"float32": results["peaks"][FP32], "float16": results["peaks"][FP16]}
+    bars = max(sum(len(row) for row in runs[d].values()) for d in runs)
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.31 * (bars + 1)), layout="constrained")
+    words = []
+    for axes, d in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
+        y, names = 0, []
+        for dtype, found in runs[d].items():
+            top = y
+            for name, run in sorted(found.items(), key=lambda item: item[1]["tflops"]):
+                speed = run["tflops"]
+                axes.barh(y, speed, 0.7, **(OURS if name in RUNGS else PEERS))
+                inside = speed > 4  # beside a long bar the number would lie on the roof
+                axes.text(
+                    speed / 1.1 if inside else 1.1 * speed, y, f"{speed:.3g}", va="center",
+                    ha="right" if inside else "left", fontsize=9.5,
+                    bbox={"fc": "white", "ec": "none", "pad": 0.8},
+                )  # fmt: skip
+                names.append((y, f"{name}, fp{dtype[-2:]}"))
+                y += 1
+            peak = peaks[dtype]
+            axes.vlines(peak, top - 0.6, y - 0.4, color=RED, linewidth=1.6, linestyle="--")
+            axes.text(1.12 * peak, (top + y - 1) / 2, f"roof\n{peak:g}", color=RED, va="center",
+                      fontsize=9)  # fmt: skip
+            told = ", ".join(f"{name} {run['tflops']:g}" for name, run in found.items())
+            words.append(f"d = {d}, {dtype}, under a roof of {peak:g}: {told}")
+            y += 0.6
+        axes.set_yticks(*zip(*names, strict=True)) if names else None
+        axes.set_xscale("log")
+        axes.set(xlim=(0.4, 3500), ylim=(y - 0.6, -0.8), title=f"d = {d}", xlabel="TFLOP/s")
+        axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
+        axes.minorticks_off()
+        axes.tick_params(axis="y", length=0)
+        axes.grid(axis="x", color=PALE, linewidth=0.8)
+    handles = [
+        Patch(label="this package, in Python", **OURS),
+        Patch(label="PyTorch", **PEERS),
+        Line2D([], [], color=RED, linestyle="--", label="what the card reached"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(f"Forward, N = {n}, {_source(results)}", x=0.01, ha="left")
+    head = f"TFLOP/s of forward passes at N = {n} on an {_source(results)}"
+    return Picture(figure, f"{head}. {'. '.join(words)}.")
+
+
+@styled
+def gpu_lengths(results):
+    """Draw TFLOP/s against the sequence length, for every kernel of a run.
+
+    Parameters
+    ----------
+    results : dict
+        A run of `python -m flashref bench gpu`.
+
+    Returns
+    -------
+    picture : Picture
+        Above float16, below float32; in each row d = 64 and d = 128, all keys or causal.
+    """
+    lengths = sorted({run["n"] for run in results["runs"]})
+    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    grid, words, seen = figure.subplots(2, 4, sharey="row", sharex=True), [], []
+    tables = bench.tables(results)
+    for row, dtype, peak in zip(grid, ("float16", "float32"), (FP16, FP32), strict=True):
+        settings = [(d, causal) for d in (64, 128) for causal in (False, True)]
+        for axes, (d, causal) in zip(row, settings, strict=True):
+            title = bench.Setting(0, d, causal, dtype).title
+            told = []
+            for name, by_n in tables.get(title, {}).items():
+                color, marker, dashed = LINES.get(name, (SKY, "*", True))
+                n = sorted(by_n)
+                speeds = [by_n[i]["tflops"] for i in n]
+                axes.plot(n, speeds, color=color, marker=marker, markersize=5, linewidth=1.4,
+                          linestyle="--" if dashed else "-")  # fmt: skip
+                seen += [name] if name not in seen else []
+                told.append(f"{name} {min(speeds):g} to {max(speeds):g}")
+            axes.axhline(results["peaks"][peak], color=RED, linestyle=":", linewidth=1.5)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xticks(lengths, [_short(n) for n in lengths])
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.minorticks_off()
+            axes.grid(axis="y", color=PALE, linewidth=0.8)
+            axes.set_title(f"fp{dtype[-2:]}, d = {d}{', causal' if causal else ''}")
+            words.append(f"{title}: {', '.join(told)}")
+        row[0].set_ylabel("TFLOP/s")
+    for axes in grid[1]:
+        axes.set_xlabel("N")
+    handles = [_key(name) for name in LINES if name in seen]
+    handles += [_key(name) for name in seen if name not in LINES]
+    handles.append(Line2D([], [], color=RED, linestyle=":", label="what the card reached"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    return Picture(
+        figure,
+        f"TFLOP/s against N from {lengths[0]} to {lengths[-1]}, {_source(results)}, least and "
+        f"most of each kernel. {'. '.join(words)}.",
+    )
+
+
+def _key(name):
+    color, marker, dashed = LINES.get(name, (SKY, "*", True))
+    return Line2D([], [], color=color, marker=marker, linestyle="--" if dashed else "-", label=name)
+
+
+def _short(n):
+    return f"{n // 1024}K" if n >= 1024 and n % 1024 == 0 else str(n)
+
+
+def rung_intensities(n=8192, d=64):
+    """Return the FLOPs per byte of device memory of each rung, forward, not causal.
+
+    The bytes are closed forms, what the kernel's text asks of device memory if no cache helps
+    between blocks: `naive` moves S seven times and Q, K, V, O once; the others are FlashAttention-2
+    with the query block of the rung, O and L written once.
+
+    Parameters
+    ----------
+    n, d : int
+        Queries and keys; columns of q, k and v.
+
+    Returns
+    -------
+    intensities : dict of str to float
+
+    Examples
+    --------
+    >>> print({name: round(x, 1) for name, x in rung_intensities().items()})
+    {'naive': 9.1, 'tiled': 31.8, 'registers': 63.0, 'tensor_core': 126.0}
+    """
+    flops = io_model.forward_flops(n, n, d, d)
+    blocks = {"tiled": (64 if d <= 64 else 32, 4), "registers": (128, 4), "tensor_core": (128, 2)}
+    found = {"naive": flops / (4 * (7 * n * n + 4 * n * d))}
+    for rung, (rows, size) in blocks.items():
+        loads, stores = io_model.fa2_traffic(n, n, d, d, block_q=rows, block_k=rows)
+        # L is float32 whatever the rest is
+        found[rung] = flops / (size * (loads + stores - n) + 4 * n)
+    return found
+
+
+@styled
+def gpu_roofline(results, n=8192, d=64):
+    """Draw where each rung stands under the card's roofline.
+
+    Parameters
+    ----------
+    results : dict
+        A run of `python -m flashref bench gpu`.
+    n, d : int
+        The setting, not causal.
+
+    Returns
+    -------
+    picture : Picture
+        Speeds and roofs as measured; FLOPs per byte from `rung_intensities`.
+    """
+    peaks, runs = results["peaks"], _runs(results, n, d)
+    copy, fp32, fp16 = peaks[COPY], peaks[FP32], peaks[FP16]
+    figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
+    axes, words = figure.subplots(), []
+    low, high = 2.0, 1024.0
+    for roof, name, style in ((fp16, "fp16 tensor cores", "-"), (fp32, "fp32 cores", "--")):
+        ends = np.array([low, roof / copy, high])
+        axes.plot(ends, np.minimum(copy * ends, roof), color=INK, linewidth=1.8, linestyle=style)
+        axes.text(high / 1.05, 1.1 * roof, f"{name}: {roof:g} TFLOP/s", ha="right", va="bottom")
+        words.append(f"{name} reach {roof:g} TFLOP/s, from {roof / copy:.0f} FLOPs per byte on")
+    axes.text(2.2, 19, f"device memory:\n{copy:g} TB/s", va="bottom", ha="left")
+    for rung, intensity in rung_intensities(n, d).items():
+        dtype = "float16" if rung == "tensor_core" else "float32"
+        require(rung in runs[dtype], f"the run has no {rung} at {n=}, {d=}")
+        speed = runs[dtype][rung]["tflops"]
+        roof = min(copy * intensity, fp16 if dtype == "float16" else fp32)
+        color, marker, _ = LINES[rung]
+        axes.vlines(intensity, speed, roof, color=GREY, linestyle=":", linewidth=1.3)
+        axes.plot(intensity, speed, marker, color=color, markeredgecolor=INK, markersize=10)
+        share = f"{speed / roof:.0%}".replace("%", " %")
+        left = rung in ("naive", "tiled")  # the others would lie on a line there
+        axes.text(
+            intensity * (0.92 if left else 1.09), speed, f"{rung}: {speed:.3g}\n{share} of its roof",
+            ha="right" if left else "left", va="center", fontsize=9.5,
+        )  # fmt: skip
+        words.append(
+            f"{rung} with {intensity:.3g} FLOPs per byte reached {speed:.3g} of {roof:.3g} TFLOP/s"
+        )
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlim=(low, high), ylim=(0.3, 2000), ylabel="TFLOP/s")
+    axes.set_xlabel("FLOPs per byte of device memory (bytes by closed form, no help from caches)")
+    ticks = 2.0 ** np.arange(1, 11)
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.minorticks_off()
+    axes.set_title(f"Forward, N = {n}, d = {d}, {_source(results)}")
+    return Picture(figure, f"Roofline of an {_source(results)}, as measured. {'. '.join(words)}.")
+
+
+# -- who reads where ------------------------------------------------------------------------------
+def lines_touched(addresses):
+    """Return how many 128-byte lines hold these byte addresses.
+
+    Examples
+    --------
+    >>> lines_touched(4 * np.arange(32)), lines_touched(4 * 64 * np.arange(32))
+    (1, 32)
+    """
+    return len(np.unique(np.asarray(addresses) // LINE_BYTES))
+
+
+def bank_rows(addresses):
+    """Return how many turns shared memory needs for these byte addresses, one per thread.
+
+    A turn gives one 4-byte word of each of the 32 banks; threads that want the same word share it.
+
+    Examples
+    --------
+    >>> bank_rows(4 * np.arange(32)), bank_rows(4 * 64 * np.arange(32)), bank_rows([0, 0, 0])
+    (1, 32, 1)
+    """
+    words = np.unique(np.asarray(addresses) // BANK_BYTES)
+    return int(np.bincount(words % BANKS).max())
+
+
+@styled
+def coalescing(patterns=None):
+    """Draw which places of device memory the 32 threads of a warp read at once.
+
+    Parameters
+    ----------
+    patterns : dict of str to int array (32,), optional
+        Byte address of each thread's float32. Default: the three ways in which `naive` reads
+        Q, K and S, with d = 64.
+
+    Returns
+    -------
+    picture : Picture
+        A panel for each pattern: a row is a 128-byte line that is touched, blue its 32-byte
+        pieces that memory sends, black what a thread reads.
+    """
+    t = np.arange(WARP)
+    patterns = patterns or {
+        "all threads, one number": 0 * t,
+        "neighbours, neighbouring numbers": 4 * t,
+        "neighbours, neighbouring rows of 64": 4 * 64 * t,
+    }
+    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    words = []
+    for axes, (name, addresses) in zip(
+        figure.subplots(1, len(patterns), squeeze=False)[0], patterns.items(), strict=True
+    ):
+        addresses = np.asarray(addresses)
+        lines = np.unique(addresses // LINE_BYTES)
+        for y, line in enumerate(lines):
+            here = np.unique(addresses[addresses // LINE_BYTES == line] % LINE_BYTES)
+            _box(axes, 0, y, 32, facecolor=PALE)
+            for sector in np.unique(here // SECTOR_BYTES):
+                _box(axes, 8 * sector, y, 8, facecolor=SKY)
+            for place in here // 4:
+                _box(axes, place, y, 1, facecolor=INK, edgecolor="white", linewidth=0.4)
+        sent = SECTOR_BYTES * len(np.unique(addresses // SECTOR_BYTES))
+        used = 4 * len(np.unique(addresses))
+        count = f"{len(lines)} line{'s' * (len(lines) > 1)}; {used} of {sent:,} bytes sent are used"
+        axes.set(xlim=(-0.5, 32.5), ylim=(33, -0.7), xlabel=count)
+        axes.set_title(name, fontsize=9.5)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        for side in axes.spines.values():
+            side.set_visible(False)
+        words.append(f"{name}: {count}")
+    figure.suptitle(
+        "The 128-byte lines that one read of a warp touches; blue: sent, black: used",
+        x=0.01,
+        ha="left",
+    )
+    head = "128-byte lines of memory that the 32 threads of a warp touch with one read"
+    return Picture(figure, f"{head}. {'; '.join(words)}.")
+
+
+def _box(axes, x, y, width, **look):
+    axes.add_patch(Rectangle((x, y), width, 0.86, **look))
+
+
+@styled
+def tile_owners(rows=4, columns=16, threads=32):
+    """Draw which thread of a block loads which element of a tile.
+
+    Parameters
+    ----------
+    rows, columns : int
+        The tile.
+    threads : int
+        Of the block; thread t takes elements t, t + threads, … of the tile, row by row.
+
+    Returns
+    -------
+    picture : Picture
+    """
+    owner = np.arange(rows * columns).reshape(rows, columns) % threads
+    turn = np.arange(rows * columns).reshape(rows, columns) // threads
+    figure = Figure(figsize=(WIDTH, 0.7 + 0.42 * rows), layout="constrained")
+    axes = figure.subplots()
+    looks = [(SKY, ""), ("#FFE3A8", "..."), (PALE, "//"), ("#BFE8D9", "\\\\")]
+    for (r, c), thread in np.ndenumerate(owner):
+        color, hatch = looks[turn[r, c] % len(looks)]
+        axes.add_patch(Rectangle((c, r), 1, 1, facecolor=color, hatch=hatch, edgecolor="white"))
+        axes.text(c + 0.5, r + 0.5, str(thread), ha="center", va="center", fontsize=10)
+    axes.set(xlim=(0, columns), ylim=(rows, 0))
+    axes.set_xticks(np.arange(columns) + 0.5, range(columns))
+    axes.set_yticks(np.arange(rows) + 0.5, [f"row {r}" for r in range(rows)])
+    axes.tick_params(length=0)
+    for side in axes.spines.values():
+        side.set_visible(False)
+    turns = int(turn.max()) + 1
+    each = f"{turns} turn{'s' * (turns > 1)}"
+    axes.set_title(f"which thread loads which element: {threads} threads in {each}")
+    return Picture(
+        figure,
+        f"A tile of {rows} × {columns}. {threads} threads load it in {each}, row by row: element "
+        f"e goes to thread e modulo {threads}, so neighbouring threads load neighbouring columns.",
+    )
+
+
+def swizzle_places(swizzled=True, chunks=8):
+    """Return where chunk c of row r lies in its row of shared memory, for eight rows.
+
+    Parameters
+    ----------
+    swizzled : bool
+        Whether chunk c lies at place c ^ (r % 8), as in `tensor_core`, or at place c.
+    chunks : int
+        16-byte chunks of a row: 8 or 16.
+
+    Returns
+    -------
+    places : int array (8, chunks)
+
+    Examples
+    --------
+    >>> swizzle_places()[:3]
+    array([[0, 1, 2, 3, 4, 5, 6, 7],
+           [1, 0, 3, 2, 5, 4, 7, 6],
+           [2, 3, 0, 1, 6, 7, 4, 5]])
+    """
+    require(chunks in (8, 16), f"{chunks=} must be 8 or 16: rows of 128 or 256 bytes")
+    r, c = np.arange(8)[:, None], np.arange(chunks)[None]
+    return c ^ r if swizzled else c + 0 * r
+
+
+@styled
+def swizzle(chunk=2):
+    """Draw on which banks one 16-byte chunk of eight rows falls, with and without the XOR.
+
+    Parameters
+    ----------
+    chunk : int
+        The chunk that `ldmatrix` reads of each row, 0 to 7.
+
+    Returns
+    -------
+    picture : Picture
+        Left plain rows, right swizzled ones; below each four banks, how many of the eight fall on
+        them.
+    """
+    require(0 <= chunk < 8, f"{chunk=} is not one of the 8 chunks of a row: give 0 to 7")
+    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    words = []
+    for axes, swizzled in zip(figure.subplots(1, 2), (False, True), strict=True):
+        places = swizzle_places(swizzled)
+        count = np.bincount(places[:, chunk], minlength=8)
+        for (r, c), place in np.ndenumerate(places):
+            wanted = c == chunk
+            axes.add_patch(Rectangle((place, r), 1, 1, facecolor=ORANGE if wanted else "white",
+                                     hatch="///" if wanted else "", edgecolor=GREY))  # fmt: skip
+            axes.text(place + 0.5, r + 0.5, str(c), ha="center", va="center", fontsize=10,
+                      fontweight="bold" if wanted else "normal",
+                      bbox={"fc": "white", "ec": "none", "pad": 1} if wanted else None)  # fmt: skip
+        for place, times in enumerate(count):
+            color = RED if times > 1 else INK
+            axes.text(place + 0.5, 8.5, str(times) if times else "·", ha="center", va="center",
+                      color=color, fontweight="bold")  # fmt: skip
+        axes.text(-0.15, 8.5, "rows here", ha="right", va="center", fontsize=9.5)
+        axes.set(xlim=(0, 8), ylim=(9, 0))
+        axes.set_yticks(np.arange(8) + 0.5, [f"row {r}" for r in range(8)])
+        labels = [f"{4 * p}–{4 * p + 3}" for p in range(8)]
+        axes.set_xticks(np.arange(8) + 0.5, labels, fontsize=8.5)
+        axes.set_xlabel("banks")
+        axes.tick_params(length=0)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        turns = int(count.max())
+        title = "place = chunk XOR (row mod 8)" if swizzled else "place = chunk"
+        axes.set_title(f"{title}: {turns} turn{'s' * (turns > 1)}")
+        words.append(f"with {title}, chunk {chunk} of the eight rows takes {turns} of them")
+    figure.suptitle(
+        f"Which chunk lies where; marked: chunk {chunk}, that ldmatrix reads of eight rows",
+        x=0.01, ha="left",
+    )  # fmt: skip
+    return Picture(
+        figure,
+        "Eight rows of 128 bytes in shared memory, eight chunks of 16 bytes each, on 32 banks that "
+        f"give 4 bytes each a turn: {'; '.join(words)}.",
+    )

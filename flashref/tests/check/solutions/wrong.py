@@ -1,0 +1,737 @@
+"""Wrong answers that have no name, as learners write them, and what their report must speak of.
+
+Each is written by itself, not with the package's own variations (`flashref/check/faulty.py`).
+"""
+
+import math
+
+import numpy as np
+
+WRONG = []  #: (check, words of its report, function)
+
+
+def wrong(name, words):
+    """Add a function to the list."""
+
+    def add(function):
+        WRONG.append((name, words, function))
+        return function
+
+    return add
+
+
+def attempt(name, words, function, label):
+    """Add a function that was made by another, under a name of its own."""
+    function.__name__ = label
+    WRONG.append((name, words, function))
+
+
+# --- softmax ------------------------------------------------------------------------------------
+
+
+def shifted(shift):
+    def softmax(x):
+        e = np.exp(x - shift(x))
+        return e / e.sum(axis=-1, keepdims=True)
+
+    return softmax
+
+
+ROW = {"axis": -1, "keepdims": True}
+attempt("softmax", "subtracts the mean", shifted(lambda x: x.mean(**ROW)), "by_mean")
+attempt("softmax", "the smallest score", shifted(lambda x: x.min(**ROW)), "by_minimum")
+attempt("softmax", "the first score", shifted(lambda x: x[..., :1]), "by_first")
+attempt("softmax", "the largest |s|", shifted(lambda x: np.abs(x).max(**ROW)), "by_size")
+attempt("softmax", "the sum of a row", shifted(lambda x: x.sum(**ROW)), "by_sum")
+attempt("softmax", "One maximum", shifted(lambda x: x.max()), "by_largest_of_all")
+attempt("softmax", "the median", shifted(lambda x: np.median(x, **ROW)), "by_median")
+
+
+@wrong("softmax", "All weights of the matrix together sum to 1")
+def summed_over_all(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / np.sum(e)
+
+
+@wrong("softmax", "All weights of the matrix together sum to 1")
+def flat(x):
+    row = np.ravel(x)
+    e = np.exp(row - max(row))
+    return (e / sum(e)).reshape(x.shape)
+
+
+@wrong("softmax", "Rows use each other's numbers")
+def without_keepdims(x):
+    e = np.exp(x - x.max(axis=-1))
+    return e / e.sum(axis=-1)
+
+
+@wrong("softmax", "Rows use each other's numbers")
+def without_keepdims_in_the_sum(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1)
+
+
+@wrong("softmax", "powers of 2, not of e")
+def of_two(x):
+    e = 2 ** (x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@wrong("softmax", "what you subtract from them is not")
+def half_of_two(x):
+    e = np.exp2(x * np.log2(np.e) - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@wrong("softmax", "lse_without_max")
+def by_half_of_the_lse(x):
+    l = np.exp(x - x.max()).sum()
+    return np.exp(x - np.log(l)) if x.ndim == 1 else 1 / 0
+
+
+@wrong("softmax", "max_starts_at_zero")
+def largest_of_nothing(x):
+    m = 0
+    for s in x:
+        m = max(m, s)
+    l = sum(math.exp(s - m) for s in x)
+    return [math.exp(s - m) / l for s in x]
+
+
+@wrong("softmax", "no_max_subtraction")
+def clipped(x):
+    e = np.exp(np.minimum(x, 1e9))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@wrong("softmax", "")
+def softened(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / (e.sum(axis=-1, keepdims=True) + 1e-3)
+
+
+@wrong("softmax", "")
+def normalised_scores(x):
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+@wrong("softmax", "")
+def logarithms(x):
+    x = x - x.max(axis=-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+
+
+@wrong("softmax", "")
+def clipped_at_700(x):
+    e = np.exp(np.clip(x, -700, 700))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+# --- online softmax -----------------------------------------------------------------------------
+
+
+def online(step, last=lambda m, l: (m, l)):
+    """Return an online softmax made of step(m, l, block) -> (m, l)."""
+
+    def online_softmax(x, block):
+        m, l = -np.inf, 0.0
+        for start in range(0, len(x), block):
+            m, l = step(m, l, x[start : start + block])
+        m, l = last(m, l)
+        return np.exp(x - m) / l
+
+    return online_softmax
+
+
+def right_step(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, l * np.exp(m - m_new) + np.exp(s - m_new).sum()
+
+
+def lost(m, l, s):
+    return max(m, s.max()), np.exp(s - max(m, s.max())).sum()
+
+
+def late(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, (l + np.exp(s - m_new).sum()) * np.exp(m - m_new)
+
+
+def late_but_first(m, l, s):
+    return late(m, l, s) if l else right_step(m, l, s)
+
+
+def own(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, l * np.exp(m - m_new) + np.exp(s - s.max()).sum()
+
+
+def upside_down(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, l * np.exp(m_new - m) + np.exp(s - m_new).sum()
+
+
+def upside_down_but_first(m, l, s):
+    m_new = max(m, s.max())
+    alpha = 1.0 if l == 0 else np.exp(m_new - m)
+    return m_new, l * alpha + np.exp(s - m_new).sum()
+
+
+def against_the_old(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, l * np.exp(m - m_new) + np.exp(s - (m if l else m_new)).sum()
+
+
+def block_by_mean(m, l, s):
+    m_new = max(m, s.mean())
+    return m_new, l * np.exp(m - m_new) + np.exp(s - m_new).sum()
+
+
+def never_taken_over(m, l, s):
+    m_new = max(m, s.max())
+    return m, l * np.exp(m - m_new) + np.exp(s - m_new).sum()
+
+
+attempt("online_softmax", "m and l have changed places",
+        online(lambda m, l, s: right_step(m, l, s)[::-1]), "swapped")  # fmt: skip
+attempt("online_softmax", "m and l have changed places",
+        online(right_step, lambda m, l: (l, m)), "swapped_at_the_end")  # fmt: skip
+attempt("online_softmax", "Only the last block counts", online(lost), "lost")
+attempt("online_softmax", "m starts at -inf", online(late), "late_at_once")
+attempt("online_softmax", "applied to the new block too", online(late_but_first), "late")
+attempt("online_softmax", "the new block against its own", online(own), "own")
+attempt("online_softmax", "m starts at -inf", online(upside_down), "upside_down")
+attempt(
+    "online_softmax", "rescale_inverted", online(upside_down_but_first), "upside_down_but_first"
+)
+attempt("online_softmax", "", online(against_the_old), "against_the_old")
+attempt("online_softmax", "", online(block_by_mean), "block_by_mean")
+attempt("online_softmax", "infinite", online(never_taken_over), "never_taken_over")
+
+
+@wrong("online_softmax", "are written earlier")
+def in_one_pass(x, block):
+    m, l, p = -np.inf, 0.0, np.zeros_like(x)
+    for start in range(0, len(x), block):
+        part = slice(start, start + block)
+        m, l = right_step(m, l, x[part])
+        p[part] = np.exp(x[part] - m) / l
+    return p
+
+
+@wrong("online_softmax", "are written earlier")
+def divided_at_the_end(x, block):
+    m, l, p = -np.inf, 0.0, []
+    for start in range(0, len(x), block):
+        s = x[start : start + block]
+        m, l = right_step(m, l, s)
+        p += [math.exp(y - m) for y in s]
+    return np.array(p) / l
+
+
+@wrong("online_softmax", "no_rescale_l")
+def score_by_score(x):
+    m, l = x[0], 1.0
+    for s in x[1:]:
+        m = max(m, s)
+        l = l * np.exp(m - m) + np.exp(s - m)
+    return np.exp(x - m) / l
+
+
+@wrong("online_softmax", "tail_keys_dropped")
+def by_whole_blocks(x, block):
+    m, l = -np.inf, 0.0
+    for i in range(len(x) // block):
+        m, l = right_step(m, l, x[i * block : (i + 1) * block])
+    return np.exp(x - m) / l if l else np.zeros_like(x)
+
+
+@wrong("online_softmax", "max_starts_at_zero")
+def from_zero(x, block=4):
+    m, l = 0.0, 0.0
+    for start in range(0, len(x), block):
+        m, l = right_step(m, l, x[start : start + block])
+    return np.exp(x - m) / l
+
+
+@wrong("online_softmax", "")
+def each_block_by_itself(x, block):
+    return np.concatenate([
+        np.exp(s - s.max()) / np.exp(s - s.max()).sum()
+        for s in (x[i : i + block] for i in range(0, len(x), block))
+    ])  # fmt: skip
+
+
+# --- merging ------------------------------------------------------------------------------------
+
+
+def merge(weights, joint):
+    """Return a merge made of weights (w_a, w_b) and an lse, both from (lse_a, lse_b)."""
+
+    def merge_attention(o_a, lse_a, o_b, lse_b):
+        w_a, w_b = (np.asarray(w)[..., None] for w in weights(lse_a, lse_b))
+        return np.nan_to_num(w_a) * o_a + np.nan_to_num(w_b) * o_b, joint(lse_a, lse_b)
+
+    return merge_attention
+
+
+def shares(a, b):
+    lse = np.logaddexp(a, b)
+    return np.exp(a - lse), np.exp(b - lse)
+
+
+def naive_shares(a, b):
+    return np.exp(a) / (np.exp(a) + np.exp(b)), np.exp(b) / (np.exp(a) + np.exp(b))
+
+
+def lse_shares(a, b):
+    return a / (a + b), b / (a + b)
+
+
+MERGES = {
+    "swapped": ("exchanged", merge(lambda a, b: shares(b, a), np.logaddexp)),
+    "not_divided": (
+        "do not sum to 1",
+        merge(lambda a, b: (np.exp(a - np.maximum(a, b)), np.exp(b - np.maximum(a, b))),
+              np.logaddexp),
+    ),
+    "by_lse": ("", merge(lse_shares, np.logaddexp)),
+    "sum_of_exp": ("a piece of it", merge(shares, lambda a, b: np.exp(a) + np.exp(b))),
+    "larger_lse": ("a piece of it", merge(shares, np.maximum)),
+    "no_maximum": (
+        "a piece of it",
+        merge(shares, lambda a, b: np.where(
+            np.isneginf(np.maximum(a, b)), -np.inf,
+            np.log(np.exp(a - np.maximum(a, b)) + np.exp(b - np.maximum(a, b))),
+        )),
+    ),
+    "average": ("merge_average", merge(lambda a, b: (0.5 + 0 * a, 0.5 + 0 * b), np.logaddexp)),
+    "lse_added": ("merge_lse_added", merge(shares, np.add)),
+    "mean_lse": ("", merge(shares, lambda a, b: (a + b) / 2)),
+    "winner": ("", merge(lambda a, b: (a > b, a <= b), np.logaddexp)),
+    "base_2": (
+        "merge_base2",
+        merge(lambda a, b: (1 / (1 + 2.0 ** (b - a)), 1 / (1 + 2.0 ** (a - b))), np.logaddexp2),
+    ),
+    "first_part": ("", merge(lambda a, b: (1 + 0 * a, 0 * b), np.logaddexp)),
+    "sigmoid_of_sum": (
+        "", merge(lambda a, b: (1 / (1 + np.exp(-a)), 1 / (1 + np.exp(-b))), np.logaddexp),
+    ),
+}  # fmt: skip
+for label, (words, function) in MERGES.items():
+    attempt("merge_attention", words, function, f"merge_{label}")
+
+
+@wrong("merge_attention", "exp(lse) is computed without subtracting anything")
+def merge_of_exponentials(o_a, lse_a, o_b, lse_b):
+    a, b = np.exp(lse_a)[..., None], np.exp(lse_b)[..., None]
+    return (a * o_a + b * o_b) / (a + b), np.log(np.exp(lse_a) + np.exp(lse_b))
+
+
+@wrong("merge_attention", "weighed by lse itself")
+def merge_by_bare_lse(o_a, lse_a, o_b, lse_b):
+    o = (lse_a[..., None] * o_a + lse_b[..., None] * o_b) / (lse_a + lse_b)[..., None]
+    return o, np.logaddexp(lse_a, lse_b)
+
+
+@wrong("merge_attention", "merge_empty_nan")
+def merge_without_a_guard(o_a, lse_a, o_b, lse_b):
+    lse = np.logaddexp(lse_a, lse_b)
+    return np.exp(lse_a - lse)[..., None] * o_a + np.exp(lse_b - lse)[..., None] * o_b, lse
+
+
+# --- attention ----------------------------------------------------------------------------------
+
+
+def causal_mask(S):
+    n_q, n_k = S.shape[-2:]
+    return np.arange(n_k) <= np.arange(n_q)[:, None] + n_k - n_q
+
+
+def standard(weights, scale=lambda q, k, v: q.shape[-1] ** -0.5, lse=None):
+    """Return an attention made of weights(S) and perhaps an lse(S)."""
+
+    def attention(q, k, v, causal=False):
+        S = scale(q, k, v) * q @ k.swapaxes(-1, -2)
+        if causal:
+            S = np.where(causal_mask(S), S, -np.inf)
+        o = np.nan_to_num(weights(S)) @ v
+        return o if lse is None else (o, lse(S))
+
+    return attention
+
+
+def softmax(S, axis=-1):
+    m = np.maximum(S.max(axis=axis, keepdims=True), -1e300)
+    e = np.exp(S - m)
+    return e / e.sum(axis=axis, keepdims=True)
+
+
+def of_all(S):
+    e = np.exp(S - S.max(axis=-1, keepdims=True, initial=-1e300))
+    return e / e.sum(axis=(-1, -2), keepdims=True)
+
+
+def by_the_largest_of_all(S):
+    e = np.exp(S - S.max())
+    return e / np.where(e.sum(axis=-1, keepdims=True) == 0, 1, e.sum(axis=-1, keepdims=True))
+
+
+ATTENTIONS = {
+    "of_all": ("All weights of the matrix together", standard(of_all)),
+    "by_the_largest": ("One maximum", standard(by_the_largest_of_all)),
+    "in_base_2": ("powers of 2, not of e", standard(lambda S: softmax(S * np.log(2)))),
+    "root_d": ("√d where 1/√d belongs", standard(softmax, lambda q, k, v: q.shape[-1] ** 0.5)),
+    "root_n": ("the number of keys", standard(softmax, lambda q, k, v: k.shape[-2] ** -0.5)),
+    "root_d_v": ("the width of v", standard(softmax, lambda q, k, v: v.shape[-1] ** -0.5)),
+    "squared": ("", standard(lambda S: softmax(S) ** 2)),
+    "sigmoid": ("", standard(lambda S: 1 / (1 + np.exp(-S)))),
+    "relu": ("", standard(lambda S: np.maximum(S, 0) / np.maximum(S, 0).sum(-1, keepdims=True))),
+    "twice": ("", standard(lambda S: softmax(softmax(S)))),
+    "hard": ("", standard(lambda S: (S == S.max(-1, keepdims=True)).astype(float))),
+    "negative": ("", standard(lambda S: softmax(-S))),
+}
+LSES = {
+    "m": ("m alone", lambda m, l: m),
+    "l": ("l alone", lambda m, l: l),
+    "m_plus_l": ("m + l", lambda m, l: m + l),
+    "minus": ("a sign is wrong", lambda m, l: m - np.log(l)),
+    "log2": ("one part is natural", lambda m, l: m + np.log2(l)),
+    "sum": ("without the logarithm", lambda m, l: np.exp(m) * l),
+    "times": ("the operation between them", lambda m, l: m * np.log(l)),
+}
+for label, (words, function) in ATTENTIONS.items():
+    attempt("attention", words, function, f"attention_{label}")
+for label, (words, formula) in LSES.items():
+
+    def saved(S, formula=formula):
+        m = S.max(axis=-1)
+        l = np.exp(S - np.where(np.isinf(m), 0, m)[..., None]).sum(axis=-1)
+        return np.where(np.isinf(m), m, formula(m, l))
+
+    attempt("attention", words, standard(softmax, lse=saved), f"lse_{label}")
+
+
+@wrong("attention", "1/√(heads · d)")
+def scaled_by_the_whole_width(q, k, v):
+    width = q.shape[-1] * (q.shape[-3] if q.ndim > 2 else 1)
+    return softmax(q @ k.swapaxes(-1, -2) / np.sqrt(width)) @ v
+
+
+@wrong("attention", "after the softmax")
+def masked_afterwards(q, k, v, causal=False):
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    P = softmax(S)
+    return (P * causal_mask(S) if causal else P) @ v
+
+
+def tiled(step, last=lambda m, l, O: O / l[:, None]):
+    """Return a tiled attention made of step(m, l, O, S, V) -> (m, l, O)."""
+
+    def flash(Q, K, V, Br, Bc):
+        out = []
+        for i in range(0, len(Q), Br):
+            Q_i = Q[i : i + Br]
+            m, l = np.full(len(Q_i), -np.inf), np.zeros(len(Q_i))
+            O = np.zeros((len(Q_i), V.shape[1]))
+            for j in range(0, len(K), Bc):
+                S = Q_i @ K[j : j + Bc].T / np.sqrt(Q.shape[1])
+                m, l, O = step(m, l, O, S, V[j : j + Bc])
+            out.append(last(m, l, O))
+        return np.concatenate(out)
+
+    return flash
+
+
+def divided_each_time(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    l = alpha * l + P.sum(axis=1)
+    return m_new, l, (alpha[:, None] * O + P @ V) / l[:, None]
+
+
+def rescaled_afterwards(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.where(np.isinf(m), 1, np.exp(m - m_new))
+    return m_new, alpha * (l + P.sum(axis=1)), alpha[:, None] * (O + P @ V)
+
+
+def started_again(m, l, O, S, V):
+    m_new = S.max(axis=1)
+    P = np.exp(S - m_new[:, None])
+    return m_new, P.sum(axis=1), P @ V
+
+
+def against_its_own(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - S.max(axis=1, keepdims=True)), np.exp(m - m_new)
+    return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
+
+
+def half_inverted(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    over = np.where(np.isinf(m), 1, np.exp(m_new - m))
+    return m_new, alpha * l + P.sum(axis=1), over[:, None] * O + P @ V
+
+
+def o_never_kept(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    return m_new, alpha * l + P.sum(axis=1), P @ V
+
+
+def nan_at_once(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m_new - m)
+    return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
+
+
+def right_so_far(m, l, O, S, V):
+    m_new = np.maximum(m, S.max(axis=1))
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
+
+
+def done(m, l, O):
+    return O
+
+
+attempt("attention", "divided by l after every block", tiled(divided_each_time, done), "divided")
+attempt("attention", "the new block against its own", tiled(against_its_own), "tiled_own")
+attempt("attention", "Only the last block counts", tiled(started_again), "started_again")
+attempt("attention", "upside down for one", tiled(half_inverted), "half_inverted")
+attempt("attention", "Only the last block counts", tiled(o_never_kept), "o_never_kept")
+attempt("attention", "m starts at -inf", tiled(nan_at_once), "nan_at_once")
+attempt("attention", "applied to the new block", tiled(rescaled_afterwards), "rescaled_late")
+attempt("attention", "no_final_division", tiled(right_so_far, done), "never_divided")
+
+
+@wrong("attention", "")
+def first_values_for_all(Q, K, V, Bc=2):
+    def step(m, l, O, S, V_j):
+        m_new = np.maximum(m, S.max(axis=1))
+        P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+        V_0 = np.resize(V[:Bc], V_j.shape)
+        return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V_0
+
+    return tiled(step)(Q, K, V, len(Q), Bc)
+
+
+# --- the backward pass --------------------------------------------------------------------------
+
+
+def backward(ds, dq_scale=1, dk_scale=1, dv=lambda P, dO: P.swapaxes(-1, -2) @ dO, unscaled=False):
+    """Return a backward pass made of ds(P, dP, D)."""
+
+    def attention_backward(do, q, k, v, causal=False):
+        scale = q.shape[-1] ** -0.5
+        S = scale * q @ k.swapaxes(-1, -2)
+        S = np.where(causal_mask(S), S, -np.inf) if causal else S
+        P = np.nan_to_num(softmax(S))
+        if unscaled:
+            m = S.max(axis=-1, keepdims=True)
+            P = np.nan_to_num(np.exp(S / scale - m - np.log(np.exp(S - m).sum(-1, keepdims=True))))
+        dP = do @ v.swapaxes(-1, -2)
+        dS = ds(P, dP, np.sum(softmax_safe(S) * dP, axis=-1, keepdims=True))
+        dq = scale**dq_scale * dS @ k
+        return dq, scale**dk_scale * dS.swapaxes(-1, -2) @ q, dv(P, do)
+
+    return attention_backward
+
+
+def softmax_safe(S):
+    return np.nan_to_num(softmax(S))
+
+
+def right_ds(P, dP, D):
+    return P * (dP - D)
+
+
+BACKWARDS = {
+    "neither_scaled": ("Neither dQ nor dK", backward(right_ds, 0, 0)),
+    "scaled_twice": ("multiplied in twice", backward(right_ds, 2, 2)),
+    "dq_scaled_twice": ("multiplied in twice", backward(right_ds, 2, 1)),
+    "without_p": ("your factor P", backward(lambda P, dP, D: dP - D)),
+    "d_outside": ("your factor P", backward(lambda P, dP, D: P * dP - D)),
+    "plus": ("a sign wrong", backward(lambda P, dP, D: P * (dP + D))),
+    "turned": ("a sign wrong", backward(lambda P, dP, D: P * (D - dP))),
+    "sigmoid": ("only the diagonal", backward(lambda P, dP, D: P * (1 - P) * dP)),
+    "unscaled_scores": ("", backward(right_ds, unscaled=True)),
+    "no_d": ("no_d_term", backward(lambda P, dP, D: P * dP)),
+    "dv_of_ones": ("", backward(right_ds, dv=lambda P, dO: P.swapaxes(-1, -2) @ (0 * dO + 1))),
+    "dv_squared": ("", backward(right_ds, dv=lambda P, dO: (P**2).swapaxes(-1, -2) @ dO)),
+    "dq_alone": ("dk_unscaled", backward(right_ds, 1, 0)),
+    "d_halved": ("", backward(lambda P, dP, D: P * (dP - D / 2))),
+    "d_of_columns": ("", backward(lambda P, dP, D: P * (dP - (P * dP).sum(-2, keepdims=True)))),
+}
+for label, (words, function) in BACKWARDS.items():
+    attempt("attention_backward", words, function, f"backward_{label}")
+
+
+@wrong("attention_backward", "scores without the scale")
+def forgotten_in_p(do, q, k, v, o, lse):
+    P = np.exp(q @ k.swapaxes(-1, -2) - lse[..., None])
+    dS = P * (do @ v.swapaxes(-1, -2) - (do * o).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[-1])
+    return dS @ k, dS.swapaxes(-1, -2) @ q, P.swapaxes(-1, -2) @ do
+
+
+@wrong("attention_backward", "keep only the last")
+def keys_overwritten(do, q, k, v, block_q, block_k):
+    dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+    for i in range(0, len(q), block_q):
+        rows = slice(i, i + block_q)
+        part, dk, dv = backward(right_ds)(do[rows], q[rows], k, v)
+        dq[rows] = part
+    return dq, dk, dv
+
+
+@wrong("attention_backward", "(dq, dv, dk)")
+def in_another_order(do, q, k, v):
+    dq, dk, dv = backward(right_ds)(do, q, k, v)
+    return dq, dv, dk
+
+
+# --- block-sparse attention ---------------------------------------------------------------------
+
+
+def sparse(seen, weights=softmax_safe, late=False):
+    """Return block-sparse attention made of seen(block_mask, block_q, block_k, n_q, n_k)."""
+
+    def block_sparse_attention(q, k, v, block_mask, block_q, block_k):
+        S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+        here = seen(block_mask, block_q, block_k, *S.shape[-2:])
+        P = weights(S) * here if late else weights(np.where(here, S, -np.inf))
+        return P @ v
+
+    return block_sparse_attention
+
+
+def spread(mask, block_q, block_k, n_q, n_k):
+    i, j = np.arange(n_q)[:, None] // block_q, np.arange(n_k) // block_k
+    return mask[np.minimum(i, mask.shape[0] - 1), np.minimum(j, mask.shape[1] - 1)]
+
+
+SPARSE = {
+    "turned": ("the other way round", sparse(lambda m, *sizes: ~spread(m, *sizes))),
+    "late": ("after the softmax", sparse(spread, late=True)),
+    "dense": ("sparse_mask_ignored", sparse(lambda m, r, c, n, o: np.ones((n, o), bool))),
+    "sizes_swapped": ("", sparse(lambda m, r, c, n, o: spread(m, c, r, n, o))),
+    "diagonal_kept": ("", sparse(lambda m, *s: spread(m, *s) | np.eye(*s[2:], dtype=bool))),
+    "causal_besides": ("", sparse(lambda m, *s: spread(m, *s) & np.tri(*s[2:], dtype=bool))),
+    "flipped": ("", sparse(lambda m, *s: spread(m[::-1], *s))),
+    "first_row_for_all": ("", sparse(lambda m, *s: spread(m[:1], *s))),
+    "last_row_for_all": ("", sparse(lambda m, *s: spread(m[-1:], *s))),
+    "shifted": ("", sparse(lambda m, *s: spread(np.roll(m, 1, axis=1), *s))),
+    "any_row": ("", sparse(lambda m, *s: spread(m.any(axis=0, keepdims=True), *s))),
+    "softmax_of_all": ("All weights of the matrix", sparse(spread, of_all)),
+    "unscaled": ("scale_missing", lambda q, k, v, block_mask, block_q, block_k: sparse(spread)(
+        q * np.sqrt(q.shape[-1]), k, v, block_mask, block_q, block_k)),
+    "zeros": ("sparse_score_zero", lambda q, k, v, block_mask, block_q, block_k: softmax(np.where(
+        spread(block_mask, block_q, block_k, q.shape[-2], k.shape[-2]),
+        q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), 0)) @ v),
+    "no_guard": ("empty_row_nan", lambda q, k, v, block_mask, block_q, block_k: softmax_bare(
+        np.where(spread(block_mask, block_q, block_k, q.shape[-2], k.shape[-2]),
+                 q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]), -np.inf)) @ v),
+    "blocks_averaged": ("", lambda q, k, v, block_mask, block_q, block_k: np.mean([
+        sparse(spread)(
+            q, k, v, block_mask & (np.arange(block_mask.shape[1]) == j), block_q, block_k)
+        for j in range(block_mask.shape[1])], axis=0)),
+}  # fmt: skip
+
+
+def softmax_bare(S):
+    e = np.exp(S - S.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+for label, (words, function) in SPARSE.items():
+    attempt("block_sparse_attention", words, function, f"sparse_{label}")
+
+
+# --- counts -------------------------------------------------------------------------------------
+
+
+def ceil(a, b):
+    return -(-a // b)
+
+
+SIZES = {
+    "no_cap": ("Neither size is capped", lambda M, d: (ceil(M, 4 * d), ceil(M, 4 * d))),
+    "both": ("Both sizes are capped", lambda M, d: (min(ceil(M, 4 * d), d),) * 2),
+    "up": ("the larger of", lambda M, d: (max(ceil(M, 4 * d), d), ceil(M, 4 * d))),
+    "nearest": ("to the nearest", lambda M, d: (min(round(M / 4 / d), d), round(M / 4 / d))),
+    "floor": ("rounded down is 0", lambda M, d: (min(M // (4 * d), d), M // (4 * d))),
+    "one_more": ("one more only", lambda M, d: (min(M // (4 * d) + 1, d), M // (4 * d) + 1)),
+    "by_d": ("by d, not by 4d", lambda M, d: (min(ceil(M, d), d), ceil(M, d))),
+    "by_2d": ("by 2d", lambda M, d: (min(ceil(M, 2 * d), d), ceil(M, 2 * d))),
+    "by_3d": ("by 3d", lambda M, d: (min(ceil(M, 3 * d), d), ceil(M, 3 * d))),
+    "by_8d": ("by 8d", lambda M, d: (min(ceil(M, 8 * d), d), ceil(M, 8 * d))),
+    "bytes": ("not bytes", lambda M, d: (min(ceil(M, 16 * d), d), ceil(M, 16 * d))),
+    "swapped": ("block_sizes_swapped", lambda M, d: (ceil(M, 4 * d), min(ceil(M, 4 * d), d))),
+    "floor_of_one": ("block_sizes_floor", lambda M, d: (
+        min(max(1, M // (4 * d)), d), max(1, M // (4 * d)))),
+    "fractions": ("not rounded", lambda M, d: (min(M / (4 * d), d), M / (4 * d))),
+    "cap_4d": ("", lambda M, d: (min(ceil(M, 4 * d), 4 * d), ceil(M, 4 * d))),
+    "power_of_2": ("", lambda M, d: (
+        min(2 ** int(math.log2(ceil(M, 4 * d))), d), 2 ** int(math.log2(ceil(M, 4 * d))))),
+    "fixed": ("", lambda M, d: (64, 64)),
+}  # fmt: skip
+for label, (words, function) in SIZES.items():
+    attempt("block_sizes", words, function, f"sizes_{label}")
+
+
+def counted(formula):
+    """Return a closed form made of formula(n_q, n_k, d, d_v, T_r, T_c)."""
+
+    def traffic(n_q, n_k, d, d_v, block_q, block_k):
+        return formula(n_q, n_k, d, d_v, ceil(n_q, block_q), ceil(n_k, block_k))
+
+    return traffic
+
+
+COUNTS = {
+    "no_lse": ("without the lse", lambda n, o, d, e, R, C: (n * d + R * o * (d + e), n * e)),
+    "m_and_l": ("both m and l", lambda n, o, d, e, R, C: (n * d + R * o * (d + e), n * (e + 2))),
+    "bytes": ("bytes", lambda n, o, d, e, R, C: (
+        4 * (n * d + R * o * (d + e)), 4 * n * (e + 1))),
+    "swapped": ("changed places", lambda n, o, d, e, R, C: (
+        n * (e + 1), n * d + R * o * (d + e))),
+    "per_key_block": ("once per block of keys", lambda n, o, d, e, R, C: (
+        n * d + C * o * (d + e), n * (e + 1))),
+    "per_query": ("once per query", lambda n, o, d, e, R, C: (
+        n * d + n * o * (d + e), n * (e + 1))),
+    "no_values": ("V is not", lambda n, o, d, e, R, C: (n * d + R * o * d, n * (e + 1))),
+    "output_read": ("never read", lambda n, o, d, e, R, C: (
+        n * d + R * o * (d + e) + n * e, n * (e + 1))),
+    "no_output": ("lack O", lambda n, o, d, e, R, C: (n * d + R * o * (d + e), n)),
+    "once": ("traffic_keys_once", lambda n, o, d, e, R, C: (n * d + o * (d + e), n * (e + 1))),
+    "reloaded": ("traffic_query_reloaded", lambda n, o, d, e, R, C: (
+        C * n * d + R * o * (d + e), n * (e + 1))),
+    "scores": ("", lambda n, o, d, e, R, C: (
+        n * d + R * o * (d + e) + n * o, n * (e + 1) + n * o)),
+    "no_queries": ("", lambda n, o, d, e, R, C: (R * o * (d + e), n * (e + 1))),
+    "in_order": ("", lambda n, o, d, e, R, C: (n * n * d, n * d)),
+    "d_twice": ("", lambda n, o, d, e, R, C: (n * d + 2 * R * o * d, n * (d + 1))),
+}  # fmt: skip
+for label, (words, formula) in COUNTS.items():
+    attempt("traffic", words, counted(formula), f"traffic_{label}")
+
+
+@wrong("traffic", "traffic_blocks_floored")
+def traffic_floored(n_q, n_k, d, d_v, block_q, block_k):
+    return n_q * d + n_q // block_q * n_k * (d + d_v), n_q * (d_v + 1)
+
+
+@wrong("traffic", "V 0 loads")
+def traffic_of_keys_alone(q, k, v, block_q, block_k, memory):
+    o, lse = np.zeros((len(q), v.shape[1])), np.zeros(len(q))
+    for i in range(0, len(q), block_q):
+        rows = slice(i, i + block_q)
+        Q_i = memory.load("Q", q, rows)
+        K = [memory.load("K", k, slice(j, j + block_k)) for j in range(0, len(k), block_k)]
+        S = Q_i @ np.concatenate(K).T / np.sqrt(q.shape[1])
+        memory.store("O", o, rows, softmax(S) @ v)
+        memory.store("L", lse, rows, np.log(np.exp(S).sum(axis=1)))
+    return o
