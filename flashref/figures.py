@@ -8,6 +8,7 @@ import functools
 from pathlib import Path
 
 from flashref import plots
+from flashref.cuda import bench
 
 FIGURES = {
     "memory_hierarchy.png": plots.memory_pyramid,
@@ -18,6 +19,8 @@ FIGURES = {
     "tiling_flash2.png": functools.partial(plots.tiling, "fa2"),
     "flash3_timeline.png": plots.timeline_kinds,
     "traffic_by_block.png": plots.traffic_by_block,
+    "gpu_ladder.png": lambda: plots.ladder(bench.stored()),
+    "gpu_lengths.png": lambda: plots.gpu_lengths(bench.stored()),
 }
 
 

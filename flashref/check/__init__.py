@@ -7,6 +7,10 @@ with both answers, and the known mistake that gives the same wrong numbers.
 A function is called by the names in its signature (`q` or `Q`, `block_q` or `Br`, `causal` or
 `is_causal`, ...); an option that it does not have is not asked for. It may take and return lists,
 NumPy arrays, PyTorch or JAX tensors, in float64 or float32.
+
+A function of one row, or of one head, is right as such: where larger arrays raise an error in it,
+the check passes, and says first what it is right for, then what was not checked and why
+(`report.not_checked`).
 """
 
 from flashref.check.report import Report
@@ -27,6 +31,9 @@ __all__ = [
 
 def softmax(fn, *, cases=None, seed=0):
     """Check fn(x), the softmax of a vector, or of each row of a matrix.
+
+    Scores of -inf, as masks make them, are tried in the end: the report speaks of them, but no
+    function fails by them.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ def name_mistakes(exercise, learner, tried):
         Empty if none fits.
     """
     evidence = _Evidence(exercise, learner, tried)
-    if not evidence.failed or not evidence.telling:
+    if not evidence.failed:
         return []
     # the plainest explanation first: the block sizes that were asked for, before hidden ones; one
     # mistake, before one with 0/0 in empty rows besides
@@ -70,8 +70,6 @@ def partly(exercise, learner, tried):
     """
     evidence = _Evidence(exercise, learner, tried)
     first = next((t for t in tried if t in evidence.failed), None)
-    if not evidence.telling:
-        return None, 0
     best, most = None, 0
     for mistake in (*CATALOGUE, *DESCRIBED) if first is not None else ():
         for form, given in evidence.hypotheses(mistake, hidden=False):
@@ -94,10 +92,6 @@ class _Evidence:
         )
         self.failed = [t for t in self.tried if t.problem is not None]
         answers = [x for t in self.failed for x in (t.got or {}).values() if x.dtype != object]
-        # NaN or inf everywhere says nothing about how it came about
-        self.telling = any(t.problem is None or t.arithmetic for t in self.tried) or any(
-            np.isfinite(x.astype(float)).any() for t in self.failed for x in (t.got or {}).values()
-        )
         # a hidden block must have been full at least once, or it explains everything as a tail
         lengths = {"q": -2, "k": -2, "x": -1}
         longest = [

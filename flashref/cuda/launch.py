@@ -28,6 +28,7 @@ from numba import types  # noqa: E402
 F32, I32 = types.float32, types.int32
 F32_3D, F32_4D = types.Array(F32, 3, "A"), types.Array(F32, 4, "A")
 HALF_4D = types.Array(types.uint16, 4, "A")  # float16 or bfloat16: kernels see addresses only
+TILE_LISTS = (types.Array(I32, 1, "A"), types.Array(I32, 1, "A"), I32)  # see `block_mask`
 
 HALVES = ("float16", "bfloat16")
 RUNGS = {  # slowest first
@@ -55,7 +56,8 @@ class Kernel:
     arguments: tuple
     threads: int | tuple
     shared_bytes: int = 0  # dynamic; static shared memory stands in the function
-    rows: int = 0  # query rows of a block
+    rows: int = 0  # rows that a block owns: queries, or keys in a backward pass over keys
+    columns: int = 0  # rows of the tiles that it walks over
     name: str = ""  # of the blocks, for error messages
 
     @property

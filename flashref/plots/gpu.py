@@ -92,7 +92,7 @@ def ladder(results, n=8192):
     )
     peaks = {"float32": results["peaks"][FP32], "float16": results["peaks"][FP16]}
     bars = max(sum(len(row) for row in runs[d].values()) for d in runs)
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.31 * (bars + 1)), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 0.9 + 0.27 * (bars + 1)), layout="constrained")
     words = []
     for axes, d in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
         y, names = 0, []
@@ -122,7 +122,6 @@ def ladder(results, n=8192):
         axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
         axes.minorticks_off()
         axes.tick_params(axis="y", length=0)
-        axes.grid(axis="x", color=PALE, linewidth=0.8)
     handles = [
         Patch(label="this package, in Python", **OURS),
         Patch(label="PyTorch", **PEERS),
@@ -246,7 +245,7 @@ def gpu_roofline(results, n=8192, d=64):
     """
     peaks, runs = results["peaks"], _runs(results, n, d)
     copy, fp32, fp16 = peaks[COPY], peaks[FP32], peaks[FP16]
-    figure = Figure(figsize=(WIDTH, 4.1), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes, words = figure.subplots(), []
     low, high = 2.0, 1024.0
     for roof, name, style in ((fp16, "fp16 tensor cores", "-"), (fp32, "fp32 cores", "--")):
@@ -266,7 +265,8 @@ def gpu_roofline(results, n=8192, d=64):
         share = f"{speed / roof:.0%}".replace("%", " %")
         left = rung in ("naive", "tiled")  # the others would lie on a line there
         axes.text(
-            intensity * (0.92 if left else 1.09), speed, f"{rung}: {speed:.3g}\n{share} of its roof",
+            intensity * (0.92 if left else 1.09), speed,
+            f"{rung}: {speed:.3g}\n{share} of its roof",
             ha="right" if left else "left", va="center", fontsize=9.5,
         )  # fmt: skip
         words.append(
@@ -348,7 +348,7 @@ def coalescing(patterns=None):
                 _box(axes, place, y, 1, facecolor=INK, edgecolor="white", linewidth=0.4)
         sent = SECTOR_BYTES * len(np.unique(addresses // SECTOR_BYTES))
         used = 4 * len(np.unique(addresses))
-        count = f"{len(lines)} line{'s' * (len(lines) > 1)}; {used} of {sent:,} bytes sent are used"
+        count = f"{len(lines)} line{'s' * (len(lines) > 1)}; {used} of {sent:,} bytes used"
         axes.set(xlim=(-0.5, 32.5), ylim=(33, -0.7), xlabel=count)
         axes.set_title(name, fontsize=9.5)
         axes.set_xticks([])
@@ -369,6 +369,16 @@ def _box(axes, x, y, width, **look):
     axes.add_patch(Rectangle((x, y), width, 0.86, **look))
 
 
+def _cells(figure, left, bottom, columns, rows, wide, high):
+    """Return axes of equal cells, all in CSS pixels.
+
+    With whole pixels, equal digits are equal pixels, which makes the PNG file half as large.
+    """
+    page_wide, page_high = figure.get_size_inches() * PIXELS_PER_INCH
+    box = left / page_wide, bottom / page_high, columns * wide / page_wide, rows * high / page_high
+    return figure.add_axes(box)
+
+
 @styled
 def tile_owners(rows=4, columns=16, threads=32):
     """Draw which thread of a block loads which element of a tile.
@@ -386,13 +396,15 @@ def tile_owners(rows=4, columns=16, threads=32):
     """
     owner = np.arange(rows * columns).reshape(rows, columns) % threads
     turn = np.arange(rows * columns).reshape(rows, columns) // threads
-    figure = Figure(figsize=(WIDTH, 0.7 + 0.42 * rows), layout="constrained")
-    axes = figure.subplots()
-    looks = [(SKY, ""), ("#FFE3A8", "..."), (PALE, "//"), ("#BFE8D9", "\\\\")]
+    wide, high = 760 // columns, 33
+    figure = Figure(figsize=(WIDTH, (high * rows + 54) / PIXELS_PER_INCH))
+    axes = _cells(figure, 56, 24, columns, rows, wide, high)
     for (r, c), thread in np.ndenumerate(owner):
-        color, hatch = looks[turn[r, c] % len(looks)]
-        axes.add_patch(Rectangle((c, r), 1, 1, facecolor=color, hatch=hatch, edgecolor="white"))
-        axes.text(c + 0.5, r + 0.5, str(thread), ha="center", va="center", fontsize=10)
+        first = turn[r, c] % 2 == 0
+        axes.add_patch(Rectangle((c, r), 1, 1, facecolor=SKY if first else PALE, edgecolor="white"))
+        at = (c + 0.5, r + 0.5)
+        look = {"ha": "center", "va": "center", "fontweight": "bold" if first else "normal"}
+        axes.text(*at, str(thread), **look)
     axes.set(xlim=(0, columns), ylim=(rows, 0))
     axes.set_xticks(np.arange(columns) + 0.5, range(columns))
     axes.set_yticks(np.arange(rows) + 0.5, [f"row {r}" for r in range(rows)])
@@ -401,7 +413,9 @@ def tile_owners(rows=4, columns=16, threads=32):
         side.set_visible(False)
     turns = int(turn.max()) + 1
     each = f"{turns} turn{'s' * (turns > 1)}"
-    axes.set_title(f"which thread loads which element: {threads} threads in {each}")
+    axes.set_title(
+        f"which thread loads which element: {threads} threads, {each} (the first is bold)"
+    )
     return Picture(
         figure,
         f"A tile of {rows} × {columns}. {threads} threads load it in {each}, row by row: element "
@@ -451,18 +465,18 @@ def swizzle(chunk=2):
         them.
     """
     require(0 <= chunk < 8, f"{chunk=} is not one of the 8 chunks of a row: give 0 to 7")
-    figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.5))
     words = []
-    for axes, swizzled in zip(figure.subplots(1, 2), (False, True), strict=True):
+    for left, swizzled in ((73, False), (489, True)):
+        axes = _cells(figure, left, 51, 8, 9, 41, 25)
         places = swizzle_places(swizzled)
         count = np.bincount(places[:, chunk], minlength=8)
         for (r, c), place in np.ndenumerate(places):
             wanted = c == chunk
-            axes.add_patch(Rectangle((place, r), 1, 1, facecolor=ORANGE if wanted else "white",
-                                     hatch="///" if wanted else "", edgecolor=GREY))  # fmt: skip
-            axes.text(place + 0.5, r + 0.5, str(c), ha="center", va="center", fontsize=10,
-                      fontweight="bold" if wanted else "normal",
-                      bbox={"fc": "white", "ec": "none", "pad": 1} if wanted else None)  # fmt: skip
+            color = ORANGE if wanted else "white"
+            axes.add_patch(Rectangle((place, r), 1, 1, facecolor=color, edgecolor=GREY))
+            look = {"ha": "center", "va": "center", "fontweight": "bold" if wanted else "normal"}
+            axes.text(place + 0.5, r + 0.5, str(c), **look)
         for place, times in enumerate(count):
             color = RED if times > 1 else INK
             axes.text(place + 0.5, 8.5, str(times) if times else "·", ha="center", va="center",

@@ -31,12 +31,13 @@ class Chip(NamedTuple):
     hbm_bytes: float  #: slow memory
     sram_bandwidth: float | None  #: bytes per second, all cores; None: not in the data sheet
     fp32_flops: float  #: FLOP/s in float32 without tensor cores
+    hbm_kind: str = "HBM"  #: what the slow memory is made of
 
 
 # NVIDIA's data sheets and the CUDA C++ Programming Guide; the A100's bandwidth of 19 TB/s, and the
 # memory of the computer around the GPU, from FlashAttention-1, §2.1 and Fig. 1
 CHIPS = {
-    "T4": Chip(96, 16e9, None, 8.1e12),
+    "T4": Chip(96, 16e9, None, 8.1e12, "GDDR6"),
     "A100 40 GB": Chip(192, 40e9, 19e12, 19.5e12),
     "H100 SXM": Chip(256, 80e9, None, 67e12),
     "H200": Chip(256, 141e9, None, 67e12),
@@ -83,12 +84,17 @@ def memory_pyramid(machine=io_model.A100):
             f"{machine.cores * chip.sram_kb / 1000:.3g} MB",
             chip.sram_bandwidth,
         ),
-        ("slow memory (HBM)", "beside the chip", _bytes(chip.hbm_bytes), machine.bandwidth),
+        (
+            f"slow memory ({chip.hbm_kind})",
+            "beside the chip",
+            _bytes(chip.hbm_bytes),
+            machine.bandwidth,
+        ),
         ("CPU memory (DRAM)", "in the computer", f"over {_bytes(CPU_BYTES)}", CPU_BANDWIDTH),
     ]
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.3))
     axes = figure.add_axes((0.01, 0.02, 0.98, 0.86))
-    axes.set(xlim=(0, 100), ylim=(-0.02, 3), title=f"The memories around an {machine.name}")
+    axes.set(xlim=(0, 100), ylim=(-0.02, 3), title=f"The memories around the {machine.name}")
     axes.set_axis_off()
     words = []
     for step, ((name, where, size, speed), color, hatch) in enumerate(
@@ -110,7 +116,7 @@ def memory_pyramid(machine=io_model.A100):
             axes.text(99, y, f"↓ {times}× slower", ha="right", va="center", color=RED)
             words[slow] += f", {times} times slower than the level above"
     return Picture(
-        figure, f"The memories around an {machine.name}, as a pyramid. {'; '.join(words)}."
+        figure, f"The memories around the {machine.name}, as a pyramid. {'; '.join(words)}."
     )
 
 
@@ -280,9 +286,8 @@ def roofline(machine=io_model.A100, points=None):
         words.append(f"{number} {name}: {_three_digits(intensity)}, {bound}, {share}")
     return Picture(
         figure,
-        f"Roofline of the {machine.name} in {machine.dtype}: {peak:g} TFLOP/s, {_rate(machine)}, "
-        f"ridge at {machine.ridge:.0f} FLOPs per byte. FLOPs per byte, limit and share of the "
-        f"peak: {'; '.join(words)}.",
+        f"Roofline of the {machine.name} in {machine.dtype}, ridge at {machine.ridge:.0f} FLOPs "
+        f"per byte. FLOPs per byte, limit and share of the peak: {'; '.join(words)}.",
     )
 
 

@@ -4,6 +4,7 @@ Everything shown is what a `Memory` reported while the real function ran; no loo
 """
 
 import itertools
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -341,7 +342,7 @@ class _Sheet:
 
     def text(self, x, y, words, size=9, **look):
         look = {"ha": "left", "va": "center"} | look
-        self.axes.text(x, y, "ℓ" if words == "l" else words, fontsize=size, **look)
+        self.axes.text(x, y, re.sub(r"\bl\b", "ℓ", words), fontsize=size, **look)
 
     def line(self, xs, ys, **look):
         self.axes.add_line(Line2D(xs, ys, **({"color": INK, "linewidth": 1} | look)))
@@ -431,11 +432,12 @@ def tile_compare(
     for at, (algorithm, trace) in enumerate(zip(("fa1", "fa2"), traces, strict=True)):
         now, x = _pick(trace, step), 428 * at
         headline, roles = _headline(trace, now, NAMES[algorithm]), _roles_sentence(now)
-        sheet.text(x, 12, headline, 10.5, weight="bold")
-        sheet.text(x, 30, f"{direction}. {roles}", 9)
+        sheet.text(x, 12, headline, 9.5, weight="bold")
+        sheet.text(x, 30, roles, 9)
         _draw_grid(sheet, trace, now, BANDS[algorithm, backward], (x, 44, 254, 270))
         _draw_totals(sheet, trace, now, (x + 264, 60, 132, 250))
-        _draw_race(sheet, trace, now, most, (0, 334 + 34 * at, 826, 22), NAMES[algorithm])
+        name = f"{algorithm.upper()}, {direction.lower()}"
+        _draw_race(sheet, trace, now, most, (0, 334 + 34 * at, 826, 22), name)
         words.append(f"{headline}. {roles} {_so_far(now)}")
     sheet.line([414, 414], [6, 312], color=GREY, linewidth=0.8)
     _draw_legend(sheet, 424)
@@ -516,7 +518,8 @@ def _draw_grid(sheet, trace, now, bands, place):
     for a, b, w, h in boxes(skipped):
         xs += [a, a + w, np.nan, a, a + w, np.nan]
         ys += [b, b + h, np.nan, b + h, b, np.nan]
-    sheet.line(xs, ys, color=GREY, linewidth=0.8, zorder=4)
+    fine = min(0.8, min(w for *_, w, _ in boxes(tiles)) / 20)  # many crosses would be one black
+    sheet.line(xs, ys, color=GREY, linewidth=fine, zorder=4)
     look = CURRENT | ({"facecolor": PALE} if now.skipped else {})
     sheet.boxes(boxes([now] if now.tile else []), **look, zorder=3)
     for s, (a, b, w, h) in zip(tiles, boxes(tiles), strict=True):
@@ -588,7 +591,7 @@ def _draw_race(sheet, trace, now, most, place, name):
     """Draw all that moved so far as a bar, inside the frame of what it will be in the end."""
     x, y, width, height = place
     left, end = x + 118, trace[-1].loaded + trace[-1].stored
-    scale = (width - 118 - 150) / most
+    scale = (width - 118 - 180) / most
     sheet.text(x, y + height / 2, name, 9.5)
     sheet.boxes([(left, y, end * scale, height)], **TO_COME)
     sheet.boxes([(left, y, now.loaded * scale, height)], **READ)
@@ -748,9 +751,8 @@ def _roles(now):
 def _headline(trace, now, title):
     if now.tile is None:
         return f"{title}: before the first tile"
-    i, j = now.tile
-    what = "skipped" if now.skipped else f"tile {now.number} of {len(trace) - 1}"
-    return f"{title}: {what}, i = {i + 1}, j = {j + 1}"
+    (i, j), skipped = now.tile, ", skipped" if now.skipped else ""
+    return f"{title}: tile {now.number} of {len(trace) - 1}, i = {i + 1}, j = {j + 1}{skipped}"
 
 
 def _sentence(trace, now):
@@ -793,7 +795,32 @@ def _words(trace, now, title, block_q, block_k, sram_elements):
             f"Read {_list(now.loads)}; written {_list(now.stores) or 'nothing'}; "
             f"on chip {sum(now.on_chip.values()):,}{limit}."
         )
-    return " ".join([*words, _so_far(now)])
+    return " ".join([*words, _so_far(now), _state_in_words(now)]).rstrip()
+
+
+def _state_in_words(now):
+    """Return m, l and O, or dQ, dK and dV, of the tile's rows and columns, if they are few."""
+    if not now.tile or now.skipped:
+        return ""
+    on_chip = {"Õ" if name == "O" else name: x for name, x in now.chip.items()}
+    for name in ("dK", "dV"):  # they get where they stood already, on chip
+        on_chip.setdefault(name, None)
+    slow = {
+        name: x[now.rows] for name, x in now.slow.items()
+        if name not in on_chip and not np.isnan(x[now.rows]).any()
+    }  # fmt: skip
+    parts = {**slow, **on_chip} if "dQ" in slow else {**on_chip, **slow}
+    parts = {name: x for name, x in parts.items() if x is not None}
+    if sum(x.size for x in parts.values()) > 24:
+        return ""
+    return f"Now {', '.join(f'{name} = {_in_words(x)}' for name, x in parts.items())}."
+
+
+def _in_words(x):
+    if x.ndim:
+        return f"[{', '.join(map(_in_words, x))}]"
+    text = _number(x, 6)
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def _so_far(now):
@@ -803,8 +830,10 @@ def _so_far(now):
 def _number(value, digits):
     if np.isneginf(value):
         return "−∞"
-    text = f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.4g}"
-    return "0" if value == 0 else text.replace("-", "−")
+    if round(value, digits) == 0:  # the sign of a rounding error would say nothing
+        return "0"
+    text = f"{value:.{digits}f}" if abs(value) < 100 else f"{value:.{digits + 2}g}"
+    return text.replace("-", "−")
 
 
 # Conceptual pictures: the loops of the two papers over 5 x 3 tiles

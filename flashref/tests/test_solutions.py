@@ -190,6 +190,22 @@ SABOTAGES = [
     ),
     ("11_flash3_ideas", "np.stack([a + b, a - b], axis=2)", "np.stack([a + b, b - a], axis=2)"),
     ("11_flash3_ideas", "return x / np.sqrt(d)", "return x"),
+    ("12_gpu_kernels", "(n + threads - 1) // threads", "n // threads"),
+    ("12_gpu_kernels", "(n + threads - 1) // threads", "n // threads + 1"),  # right, one too many
+    ("12_gpu_kernels", "if i < x.shape[0]:", "if i <= x.shape[0]:"),
+    (
+        "12_gpu_kernels",
+        "sync()  # noqa: F821, everybody has read the maxima",
+        "pass",
+    ),
+    (
+        "12_gpu_kernels",
+        "        l += part[i]",
+        "        l += part[i]\n        part[t] = part[t]",  # right numbers: only a race is wrong
+    ),
+    ("12_gpu_kernels", "        l += part[i]", "        l = part[i]"),
+    ("12_gpu_kernels", "O_i[c] *= correction", "pass"),
+    ("12_gpu_kernels", "    l *= correction\n", ""),
 ]
 
 

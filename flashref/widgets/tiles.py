@@ -83,8 +83,8 @@ def tile_stepper(
             Dropdown, "N", 190, value=4,
             options=[("4, the example", 4), *((f"{n}, random", n) for n in RANDOM)],
         ),
-        "block_q": _slider("Bᵣ (queries)", 270, block_q, 1, 4),
-        "block_k": _slider("B꜀ (keys)", 270, block_k, 1, 4),
+        "block_q": _slider("B_r (queries)", 270, block_q, 1, 4),
+        "block_k": _slider("B_c (keys)", 270, block_k, 1, 4),
         "sram_elements": labelled(
             BoundedIntText, "M (elements, 0 = no limit)", 265, min=0, max=10**6,
             value=sram_elements or 0,

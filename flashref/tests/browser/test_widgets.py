@@ -117,7 +117,7 @@ def test_tile_stepper_forward_in_lesson_04(reader):
     widget.button("Next").click()
     pair.set(step=4)
     assert moved(widget) == io_model.fa1_traffic(4, 4, 4, 2, block_q=2, block_k=2)
-    widget.press("B꜀ (keys)", "ArrowLeft")
+    widget.press("B_c (keys)", "ArrowLeft")
     pair.set(block_k=1)
     widget.drag("step (tiles)", 1)
     pair.set(step=8)

@@ -116,6 +116,19 @@ def test_what_a_function_refuses_is_not_wrong_but_said():
     assert "no such argument: window, mask." in text
 
 
+def test_what_refuses_heads_is_not_asked_for_grouped_heads():
+    """It may raise nothing there by chance; what it makes of them means nothing."""
+
+    def of_matrices(q, k, v):
+        if q.ndim > 2 and q.shape[:-2] == k.shape[:-2]:
+            raise ValueError("one head only")
+        return correct.attention_of_matrices(q, k, v) if q.ndim == 2 else np.zeros(3)
+
+    report = check.attention(of_matrices)
+    assert report.passed
+    assert list(report.not_checked) == ["several heads", "fewer key heads than query heads"]
+
+
 def test_a_refusal_that_the_learner_wrote_is_no_accident():
     def softmax(x):
         assert x.ndim == 1, "one row; exercise 2 takes more"

@@ -120,6 +120,17 @@ def test_a_mistake_without_a_name_is_described(name, words, function):
     assert report.mistake == (words if words in mistakes.BY_ID else None)
 
 
+def test_a_clue_on_another_case_than_the_one_shown_says_so():
+    def without_an_axis(o_a, lse_a, o_b, lse_b):
+        lse = np.logaddexp(lse_a, lse_b)
+        return np.exp(lse_a - lse) * o_a + np.exp(lse_b - lse) * o_b, lse
+
+    report = check.merge_attention(without_an_axis)
+    assert report.failures[0].title == "two rows, three columns"
+    assert report.failures[0].kind == "error"
+    assert any(clue.startswith("In the case “") for clue in report.clues), report
+
+
 def test_every_description_is_somebodys():
     described = set()
     for name, _, function in WRONG:

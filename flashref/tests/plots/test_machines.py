@@ -36,6 +36,7 @@ def test_every_machine_has_its_pyramid_with_its_own_bandwidth(machine):
     assert picture.png().startswith(b"\x89PNG")
     speed = f"{machine.bandwidth / 1e12:g} TB/s"
     assert speed.replace("0.32 TB", "320 GB") in texts(picture)
+    assert ("slow memory (HBM)" in texts(picture)) == (machine is not io_model.T4)
     assert machine.sram_bytes < CHIPS[machine.name].sram_kb * 1024  # a program cannot use it all
     assert len({patch.get_hatch() for patch in picture.figure.axes[0].patches}) > 1
 

@@ -10,6 +10,7 @@ def pairs_of(block_mask, n_q, n_k, block_q, block_k):
 
 
 def my_block_sparse(q, k, v, block_mask, block_q, block_k):
+    assert q.ndim == 2, "one head"
     n_q, n_k, scale = len(q), len(k), 1 / np.sqrt(q.shape[1])
     o, l, m = np.zeros((n_q, v.shape[1])), np.zeros(n_q), np.full(n_q, -np.inf)
     for j in range(block_mask.shape[1]):
@@ -47,6 +48,7 @@ def two_layers(t):
 
 
 def my_block_sparse_2(q, k, v, block_mask, block_q, block_k, memory=None):
+    assert q.ndim == 2, "one head"
     hbm = Memory() if memory is None else memory
     n_q, n_k, scale = len(q), len(k), 1 / np.sqrt(q.shape[1])
     o, lse = np.empty((n_q, v.shape[1])), np.empty(n_q)
