@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import io
+import json
 import re
 import shlex
 import subprocess
@@ -36,6 +37,21 @@ def test_snippets_print_what_the_readme_shows(readme):
     assert fences(readme, "python"), "README.md shows no Python"
     found = stale_snippets(readme)
     assert not found, "\n".join(found)
+
+
+def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
+    (name,) = re.findall(r"\((flashref/cuda/results/\S+\.json)\)", readme)
+    stored = json.loads((repository / name).read_text("utf-8"))
+    table = re.search(r"^\| fp16, tensor cores .*?\n\n", readme, re.M | re.S)[0]
+    columns = [(64, False), (64, True), (128, False), (128, True)]
+    rows = re.findall(r"^\| (?:`(\w+)`|(PyTorch \w+)).*?\| (.*) \|$", table, re.M)
+    assert len(rows) == 4
+    for ours, peer, cells in rows:
+        for (d, causal), cell in zip(columns, cells.split(" | "), strict=True):
+            where = dict(kernel=ours or peer, d=d, causal=causal, n=8192, dtype="float16")
+            where["pass"] = "forward"
+            (run,) = [r for r in stored["runs"] if where.items() <= r.items()]
+            assert cell == f"{run['tflops']:.1f}", where
 
 
 @pytest.mark.parametrize(

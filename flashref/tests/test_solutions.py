@@ -133,6 +133,7 @@ SABOTAGES = [
     ("04_flash1_forward", "O_i - P_ij @ V_j", "O_i + P_ij @ V_j"),
     ("04_flash1_forward", "for k_j, v_j in stream:", "for k_j, v_j in list(stream):"),
     ("07_flash1_backward", "@ k_j.T - lse_i[:, None]", "@ k_j.T"),
+    ("07_flash1_backward", "(2 * d + 2 * d_v + 1)", "(4 * d + 1)"),
     (
         "07_flash1_backward",
         " - lse[i, None])\n            dv_j += p_ij.T",
@@ -164,6 +165,8 @@ SABOTAGES = [
     ),
     ("10_block_sparse", "axis=1)[:n_q, :n_k]", "axis=1)"),
     ("10_block_sparse", "if not block_mask[i, j]:", "if block_mask[i, j]:"),
+    ("10_block_sparse", "return o, m + np.log(l)", "return o, np.log(l)"),
+    ("10_block_sparse", "np.minimum(first_key + block_k, n_k)", "(first_key + block_k)"),
     ("10_block_sparse", "(old * l[rows])[:, None] * o[rows] + p", "old[:, None] * o[rows] + p"),
     ("10_block_sparse", "first_key <= last_query + n_k - n_q", "first_key <= last_query"),
     ("10_block_sparse", "there, there & ~full", "there, there"),
