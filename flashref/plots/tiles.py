@@ -291,10 +291,8 @@ def _find_m_and_l(parts):
     for record, following in itertools.pairwise(records):
         record.after.update((name, following.before[name]) for name in ("m", "l"))
     if records[-1]:  # nobody finds the last ones, but L = m + log l is stored
-        last, L = (
-            records[-1],
-            next(r.before["L"] for r in parts[-1] if r.event[:2] == ("store", "L")),
-        )
+        last, stored = records[-1], parts[-1]
+        L = next(r.before["L"] for r in stored if r.event[:2] == ("store", "L"))
         m = np.maximum(last.before["m"], last.before["S"].max(axis=1))
         last.after.update(m=m, l=np.exp(L - finite(m)))
 

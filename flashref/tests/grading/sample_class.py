@@ -47,6 +47,7 @@ class Submission:
 def submissions():
     """Return the thirty `Submission`s, in the order of sample_class.txt."""
     text = (HERE / "sample_class.txt").read_text(encoding="utf-8")
+    text = re.sub(r"^---- .*\n", "", text, flags=re.MULTILINE)  # the chapters
     _, right, *handed_in = re.split(r"^=== ", text, flags=re.MULTILINE)
     right = right.partition("\n")[2]
     found = []
@@ -54,7 +55,6 @@ def submissions():
         title, _, source = part.partition("\n")
         name, kind, *verdicts = re.split(r": |; ", title)
         softmax, _, attention = source.partition("--- attention\n")
-        attention = re.split(r"^---- ", attention, flags=re.MULTILINE)[0]  # the next chapter
         found.append(
             Submission(
                 name,
