@@ -121,9 +121,9 @@ def block_sparse_attention_backward(
     return heads.backward(flash1.backward_head, do, q, k, v, dict(o=o, lse=lse), options, tiling)
 
 
-# Patterns: which of t x t tiles are there. FA1 uses the butterfly of Pixelated Butterfly (Chen et
-# al., 2021); local and strided are Sparse Transformer's (Child et al., 2019); global + window and
-# random are Longformer's (Beltagy et al., 2020) and BigBird's (Zaheer et al., 2020).
+# Patterns: which of t x t tiles are there. FA1 uses the butterfly of Pixelated Butterfly (Dao, Chen
+# et al., 2021); local and strided are Sparse Transformer's (Child et al., 2019); global + window
+# and random are Longformer's (Beltagy et al., 2020) and BigBird's (Zaheer et al., 2020).
 
 
 def local_pattern(t, width=1):

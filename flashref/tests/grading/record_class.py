@@ -2,15 +2,15 @@
 
     python -m flashref.tests.grading.record_class
 
-writes `recorded/class.md` and takes about ten minutes. It wants Linux, pytest, otter-grader 7 and
-nbgrader 0.9. The graders that run homework in their own process are themselves put under limits
+writes `recorded/class.md`; that is a few hundred processes. It wants Linux, pytest, otter-grader 7
+and nbgrader 0.9. The graders that run homework in their own process are themselves put under limits
 here, since four of the thirty are hostile.
 """
 
 import csv
 import json
 import os
-import resource
+import shlex
 import shutil
 import signal
 import subprocess
@@ -24,7 +24,16 @@ from flashref.tests.grading.sample_class import EXAMPLES, POINTS
 
 TABLE = Path(__file__).parent / "recorded" / "class.md"
 SECONDS, MEBIBYTES = 90, 2048  # what a grader may use for one student
-OURS = ("--timeout", "30", "--memory", "1024")
+CHECK = "flashref check {} --only softmax --only attention --timeout 30 --memory 1024"
+COMMANDS = {  # what is run, behind `python -m`
+    "check": f"{CHECK} --json report.json",
+    "pytest": "pytest -q -k 'not backward' --junit-xml result.xml {}",
+    "otter generate": "otter generate -t tests -o autograder.zip",
+    "otter run": "otter run homework.ipynb -a autograder.zip -o results --no-logo",
+    "generate_assignment": "nbgrader generate_assignment attention",
+    "autograde": "nbgrader autograde attention --ExecutePreprocessor.timeout=30",
+    "export": "nbgrader export",
+}
 TOOLS = {
     "command": "flashref check, homework.py",
     "notebook": "flashref check, notebook",
@@ -35,26 +44,32 @@ TOOLS = {
 }
 
 
-def run(folder, *command, seconds=SECONDS):
-    """Run `python -m ...` under limits; return (exit code, output), None for the code if stopped."""
+def limit_memory():
+    """Keep what the grader runs from taking all memory; called in the new process."""
+    import resource  # not on Windows, where the table can only be read
+
+    resource.setrlimit(resource.RLIMIT_AS, (MEBIBYTES << 20,) * 2)
+
+
+def run(folder, command, file="", seconds=SECONDS):
+    """Run one of `COMMANDS` under limits; return its exit code, or None if it was stopped."""
     programs = str(Path(sys.executable).parent)
     process = subprocess.Popen(
-        [sys.executable, "-m", *command],
+        [sys.executable, "-m", *shlex.split(COMMANDS[command].format(file))],
         cwd=folder,
         env={**os.environ, "PATH": programs + os.pathsep + os.environ["PATH"]},
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (MEBIBYTES << 20,) * 2),
+        preexec_fn=limit_memory,
     )
     try:
-        output, _ = process.communicate(timeout=seconds)
-        return process.returncode, output
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
-        return None, process.communicate()[0]
+        process.wait()
+        return None
 
 
 # --- the four ways: each returns the points, or why there are none -------------------------------
@@ -62,8 +77,8 @@ def run(folder, *command, seconds=SECONDS):
 
 def by_our_command(desk, homework="homework.py"):
     """Return the points by `python -m flashref check`, and {exercise: verdict}."""
-    only = [word for name in POINTS for word in ("--only", name)]
-    run(desk, "flashref", "check", homework, *only, *OURS, "--json", "report.json")
+    (desk / "report.json").unlink(missing_ok=True)
+    run(desk, "check", homework)
     report = json.loads((desk / "report.json").read_text(encoding="utf-8"))
     verdicts = {
         exercise["name"]: f"{exercise['verdict']} {exercise['mistake'] or ''}".strip()
@@ -75,10 +90,7 @@ def by_our_command(desk, homework="homework.py"):
 def by_pytest(desk, test="test_homework.py"):
     """Return the points by a test file that calls the checks in pytest's own process."""
     shutil.copy(EXAMPLES / "pytest" / test, desk)
-    code, _ = run(
-        desk, "pytest", "-q", "-p", "no:cacheprovider", "--junit-xml", "result.xml", test,
-        "-k", "not backward",
-    )  # fmt: skip
+    code = run(desk, "pytest", test)
     result = desk / "result.xml"
     if not result.is_file():
         return "no end" if code is None else f"no result, exit code {code}"
@@ -91,10 +103,9 @@ def by_pytest(desk, test="test_homework.py"):
 def by_otter(desk, autograder):
     """Return the points by `otter run` on the student's notebook."""
     (desk / "results").mkdir()
+    shutil.copy(autograder, desk)
     shutil.copy(desk / "otter.ipynb", desk / "homework.ipynb")
-    code, _ = run(
-        desk, "otter", "run", "homework.ipynb", "-a", str(autograder), "-o", "results", "--no-logo"
-    )
+    code = run(desk, "otter run")
     result = desk / "results" / "results.json"
     if not result.is_file():
         return "no end" if code is None else f"no result, exit code {code}"
@@ -107,16 +118,12 @@ def by_nbgrader(course, desks):
     source = course / "source" / "attention"
     source.mkdir(parents=True)
     shutil.copy(EXAMPLES / "nbgrader" / "homework.ipynb", source)
-    run(course, "nbgrader", "generate_assignment", "attention")
+    run(course, "generate_assignment")
     for student, desk in desks.items():
         (work := course / "submitted" / student / "attention").mkdir(parents=True)
         shutil.copy(desk / "nbgrader.ipynb", work / "homework.ipynb")
-    _, said = run(
-        course, "nbgrader", "autograde", "attention", "--ExecutePreprocessor.timeout=30",
-        seconds=3600,
-    )  # fmt: skip
-    (course / "said.txt").write_text(said, encoding="utf-8")
-    run(course, "nbgrader", "export")
+    run(course, "autograde", seconds=3600)
+    run(course, "export")
     with (course / "grades.csv").open(encoding="utf-8") as file:
         points = {row["student_id"]: int(float(row["raw_score"])) for row in csv.DictReader(file)}
     return {  # who could not be graded stands in grades.csv too, with 0 points
@@ -131,9 +138,8 @@ def grade(folder, seed=0, say=print):
     """Write a class into a folder and grade it; return a list of (student, submission, got)."""
     who = sample_class.write(folder / "class", seed)
     desks = {student: folder / "class" / student for student in who}
-    autograder = folder / "autograder.zip"
-    tests = EXAMPLES / "otter" / "tests"
-    run(folder, "otter", "generate", "-t", str(tests), "-o", str(autograder))
+    shutil.copytree(EXAMPLES / "otter" / "tests", folder / "tests")
+    run(folder, "otter generate")
     rows = []
     for student, submission in who.items():
         desk, got = desks[student], {}
@@ -141,7 +147,7 @@ def grade(folder, seed=0, say=print):
         got["notebook"], _ = by_our_command(desk, "nbgrader.ipynb")
         got["by_command"] = by_pytest(desk, "test_by_command.py")
         got["pytest"] = by_pytest(desk)
-        got["otter"] = by_otter(desk, autograder)
+        got["otter"] = by_otter(desk, folder / "autograder.zip")
         rows.append((student, submission, got))
         say(student, submission.name, got, flush=True)
     for student, points in by_nbgrader(folder / "nbgrader", desks).items():
@@ -155,10 +161,18 @@ HEAD = """\
 # Thirty submissions, graded in four ways
 
 Written by `python -m flashref.tests.grading.record_class`; the submissions are in
-[sample_class.txt](../sample_class.txt). `softmax` counts 1 point, `attention` 2. The first columns
-are the verdicts of `python -m flashref check`, the others the points that each way gives. **Bold**
-is what differs from the points that the work is worth.
+[sample_class.txt](../sample_class.txt). `softmax` counts 1 point, `attention` 2. The columns of
+these names hold the verdicts of `python -m flashref check`, the last six the points that each way
+gives. **Bold** is what differs from the points that the work is worth as a homework.py; in a
+notebook a syntax error costs one cell, so its softmax counts there.
 
+"""
+FOOT = """
+The commands, each for one student, but for nbgrader's:
+
+```console
+{}
+```
 """
 
 
@@ -178,7 +192,17 @@ def table(rows):
         off = [s.name for _, s, got in rows if got[tool] != s.points]
         right = f"{len(rows) - len(off)} of {len(rows)} get what they are worth"
         text += f"- {name}: {right}{'' if not off else '; not ' + ', '.join(sorted(off))}.\n"
-    return text
+    return text + FOOT.format("\n".join(f"$ {line}" for line in command_lines()))
+
+
+def command_lines():
+    """Return what was run, as typed."""
+    files = {"check": ("homework.py",), "pytest": ("test_homework.py", "test_by_command.py")}
+    return [
+        f"python -m {command.format(file)}"
+        for name, command in COMMANDS.items()
+        for file in files.get(name, ("",))
+    ]
 
 
 def main():

@@ -89,7 +89,9 @@ def as_notebook(template, code):
     notebook = json.loads(template.read_text(encoding="utf-8"))
     for exercise, text in code.items():
         [cell] = [
-            cell for cell in notebook["cells"] if "".join(cell["source"]).startswith(f"def {exercise}(")
+            cell
+            for cell in notebook["cells"]
+            if "".join(cell["source"]).startswith(f"def {exercise}(")
         ]
         cell["source"] = text
     return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
