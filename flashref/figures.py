@@ -7,10 +7,22 @@ import argparse
 import functools
 from pathlib import Path
 
+import numpy as np
+
 from flashref import plots
 from flashref.cuda import bench
 
+
+def flash1_beside_flash2():
+    """Draw the running example of the lessons after its third tile, both loop orders at once."""
+    Q = np.array([[2, 2, 2, 2], [2, 0, 0, 0], [0, 2, 0, 0], [0, 0, 0, 2]])
+    K = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 2, 3, 4]])
+    V = np.array([[1, 2], [3, 4], [5, 6], [7, 8]])
+    return plots.tile_compare(Q, K, V, step=3)
+
+
 FIGURES = {
+    "flash1_beside_flash2.png": flash1_beside_flash2,
     "memory_hierarchy.png": plots.memory_pyramid,
     "roofline.png": plots.roofline,
     "backward_recompute.png": plots.backward_recompute,
