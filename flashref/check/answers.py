@@ -16,6 +16,7 @@ PRINTED = {
 }  # fmt: skip
 COUNTS = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}
 ORDINARY, HUNTING = 2e-5, 1e-2  #: absolute and relative; CONTRACT.md, "Homework"
+NOISE = 64 * np.finfo(float).eps  #: of an array's largest number: what is smaller is shown as 0
 
 
 @dataclass
@@ -196,7 +197,7 @@ def wrong_places(got, right, tol):
         return np.array(got != right, bool)
     with np.errstate(invalid="ignore"):
         near = np.abs(got - right) <= tol * (1 + np.abs(right))
-    return ~(near | (got == right))
+    return ~((near & np.isfinite(right)) | (got == right))  # inf - x <= inf: nothing is near inf
 
 
 def compare(case, got, right):
@@ -225,7 +226,8 @@ def _problem(name, got, right, bad):
         error = np.where(bad & ~np.isfinite(error), np.inf, error)
         index = tuple(int(i) for i in np.unravel_index(np.argmax(error), error.shape))
         kind = "nan" if np.isnan(got[bad]).any() else "value"
-    problem = Problem(kind, "", name, index, right[index], got[index], int(bad.sum()), bad.size)
+    expected, given = shown_number(right, index), shown_number(got, index)
+    problem = Problem(kind, "", name, index, expected, given, int(bad.sum()), bad.size)
     if got.dtype == object:
         pairs = zip(COUNTS[name], got, right, strict=True)
         wrong = [_count_off(name, label, a, b) for label, a, b in pairs if a != b]
@@ -272,6 +274,15 @@ def off_by(got, right):
     if 0.01 < factor < 100:
         return f"is {factor:.4g} times what it should be"
     return f"is off by {number(error)}"
+
+
+def shown_number(array, index):
+    """Return a number of an array, or 0 if it is what rounding leaves beside the others."""
+    x = array[index]
+    if array.dtype == object or not np.isfinite(x):
+        return x
+    largest = np.abs(array[np.isfinite(array)]).max()
+    return x if abs(x) > NOISE * largest else 0 * x
 
 
 def number(x):

@@ -12,7 +12,7 @@ from flashref.check.faulty import Attention, each_head
 MOST = 4  #: clues in a report
 
 
-def find(exercise, learner, tried):
+def find(exercise, learner, tried, differs=lambda t: False):
     """Return a few sentences on the wrong answers, the most telling first.
 
     Parameters
@@ -21,6 +21,8 @@ def find(exercise, learner, tried):
     learner : Learner
     tried : list of matching.Tried
         All cases and what came of them.
+    differs : callable
+        Asks a case (a `Tried`) again, and returns whether another answer comes this time.
 
     Returns
     -------
@@ -36,6 +38,8 @@ def find(exercise, learner, tried):
             break
     if (question := nan_from_the_start(exercise, tried)) is not None:
         found.append(question)
+    if (sentence := earlier_answer(tried, wrong, differs)) is not None:
+        found.append(sentence)
     found += [sentence for clue in ABOUT_CASES if (sentence := clue(tried, wrong))]
     return list(dict.fromkeys(found))[:MOST]
 
@@ -45,6 +49,10 @@ def _wrong(t):
     name = t.problem.output
     got, right = t.got[name], np.asarray(t.right[name])
     return name, got, right, wrong_places(got, right, tolerance(t.case))
+
+
+def _right(t):
+    return np.asarray(t.right[t.problem.output])
 
 
 def _close(a, b, t):
@@ -96,7 +104,7 @@ def constant_factor(t):
     if got.ndim < 2 or got.shape[-1] < 2:
         return None
     rows = [(_factor(a, b), a, b) for a, b in zip(_flat(got), _flat(right), strict=True)]
-    if all(f is not None and _close(a, f * b, t) for f, a, b in rows):
+    if all(f and _close(a, f * b, t) for f, a, b in rows):
         shown = ", ".join(f"{f:.4g}" for f, _, _ in rows[:4])
         more = ", ..." if len(rows) > 4 else ""
         return (
@@ -104,6 +112,18 @@ def constant_factor(t):
             f"a row is divided by, or measured against."
         )
     return None
+
+
+def rows_of_zeros(t):
+    """Say that the wrong rows hold nothing."""
+    name, got, _, bad = _wrong(t)
+    if got.dtype == object or got.ndim < 2:
+        return None
+    rows = bad.any(axis=-1)
+    if rows.all() or got[rows].any():
+        return None
+    hold = "holds zeros" if rows.sum() == 1 else "hold zeros"
+    return f"{_rows(rows, name).capitalize()} {hold}: is something never written there?"
 
 
 def uniform_weights(t):
@@ -164,7 +184,8 @@ def some_keys_only(t):
     for c in range(n_k - 1, 0, -1):
         if _close(got[rows], over(j < c)[rows], t):
             which = f"key {c}" if c == n_k - 1 else f"the keys {c} to {n_k - 1}"
-            return f"{_rows(rows, 'o').capitalize()}: attention without {which}."
+            many = ", as if there were as many keys as queries" * (c == len(seen))
+            return f"{_rows(rows, 'o').capitalize()}: attention without {which}{many}."
         if _close(got[rows], over(j >= n_k - c)[rows], t):
             which = "key 0" if c == n_k - 1 else f"the keys 0 to {n_k - c - 1}"
             return f"{_rows(rows, 'o').capitalize()}: attention without {which}."
@@ -233,7 +254,8 @@ def where_wrong(t):
     rows, columns = bad.any(axis=-1), bad.reshape(-1, bad.shape[-1]).any(axis=0)
     if rows.ndim == 1 and not rows.all():
         return f"Only {_rows(rows, name)} {_is(rows)} wrong."
-    if not columns.all():
+    others = _flat(_right(t))[:, ~columns]
+    if not columns.all() and others.any():  # where nothing but 0 can come, all can be right
         return f"Only {_places(columns, 'column').lower()} of {name} {_is(columns)} wrong."
     if rows.ndim == 2 and not rows.all():
         heads = rows.any(axis=1)
@@ -248,6 +270,7 @@ CLUES = (
     uniform_weights,
     mask_turned_round,
     constant_factor,
+    rows_of_zeros,
     swapped_axes,
     some_keys_only,
     rounded,
@@ -272,26 +295,57 @@ def nan_from_the_start(exercise, tried):
     )
 
 
-def earlier_answer(tried, wrong):
-    """Say that an answer belongs to an earlier call."""
+def earlier_answer(tried, wrong, differs):
+    """Say that an answer belongs to an earlier call.
+
+    Answers may be equal by chance of the cases. So it is said of calls with arrays of the same
+    shapes; and only where one call has two answers, what the function remembers is asked.
+    """
     for t in wrong:
         for other in tried:
             if other is t:
                 break
-            if t.got is None or not all(
-                t.got[n].dtype != object and np.shape(other.right[n]) == t.got[n].shape
-                for n in t.got
-            ):
+            if not _answers(t, other):
                 continue
-            same = [_close(t.got[n], np.asarray(other.right[n]), t) for n in t.got]
-            differ = [
-                not _close(np.asarray(t.right[n]), np.asarray(other.right[n]), t) for n in t.got
-            ]
-            if all(same) and any(differ):
+            remembers = differs(t)
+            if remembers or _shapes(t.case) == _shapes(other.case):
                 return (
                     f"The answer to “{t.case.title}” is the right one for the earlier call "
-                    f"“{other.case.title}”. What does the function remember between calls?"
+                    f"“{other.case.title}”."
+                    + " Asked again, it is another one. What does the function remember between "
+                    "calls?" * remembers
                 )
+            return None
+    return None
+
+
+def _answers(t, other):
+    """Whether the answer to t is the right one for another case, whose own right one differs."""
+    if t.got is None or not all(
+        t.got[n].dtype != object and np.shape(other.right[n]) == t.got[n].shape for n in t.got
+    ):
+        return False
+    same = [_close(t.got[n], np.asarray(other.right[n]), t) for n in t.got]
+    differ = [not _close(np.asarray(t.right[n]), np.asarray(other.right[n]), t) for n in t.got]
+    return all(same) and any(differ)
+
+
+def _shapes(case):
+    return {role: np.shape(x) for role, x in case.inputs.items()}
+
+
+def not_gathered(tried, wrong):
+    """Say that query heads which share a key head have a gradient each."""
+    for t in wrong:
+        name = t.problem.output
+        if t.problem.kind != "shape" or name not in ("dk", "dv"):
+            continue
+        each = (*t.case["q"].shape[:-2], *t.right[name].shape[-2:])
+        if f"has shape {each};" in t.problem.sentence:
+            return (
+                "There is a gradient for each query head. Those that share a key head belong "
+                "together: their gradients add up."
+            )
     return None
 
 
@@ -299,6 +353,8 @@ def only_when(tried, wrong):
     """Say what all wrong cases have and no right one lacks."""
     if not wrong or len(wrong) == len(tried):
         return None
+    if all(t.error is not None for t in wrong):
+        return None  # what an error is about, its text says better
     for what, test in SITUATIONS:
         affected = [t for t in tried if test(t.case)]
         if affected and all(test(t.case) for t in wrong) and len(affected) < len(tried):
@@ -337,7 +393,7 @@ SITUATIONS = (
     ("where n_q ≠ n_k", lambda c: not c.square),
 )
 
-ABOUT_CASES = (earlier_answer, only_when)
+ABOUT_CASES = (not_gathered, only_when)
 
 
 # --- words --------------------------------------------------------------------------------------

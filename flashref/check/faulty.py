@@ -226,6 +226,20 @@ class Merge:
 # --- attention ----------------------------------------------------------------------------------
 
 
+WINDOWS = {  # rules for a window: (left, right, off) -> what is used in their place
+    "one more left": lambda left, right, off: (left + 1, right, off),
+    "left end out": lambda left, right, off: (left - 1, right, off),
+    "right end out": lambda left, right, off: (left, right - 1, off),
+    "both ends out": lambda left, right, off: (left - 1, right - 1, off),
+    "left end alone": lambda left, right, off: (left, INF, off),
+    "right end alone": lambda left, right, off: (INF, right, off),
+    "no window": lambda left, right, off: (INF, INF, off),
+    "window turned": lambda left, right, off: (right, left, off),
+    "window top-left": lambda left, right, off: (left, right, 0),
+    "all top-left": lambda left, right, off: (left, right, 0),
+}
+
+
 def positions(n_q, n_k, rule, causal, window):
     """Return the (n_q, n_k) pairs that the rule lets a query see."""
     i, j = np.arange(n_q)[:, None], np.arange(n_k)
@@ -233,18 +247,56 @@ def positions(n_q, n_k, rule, causal, window):
     seen = np.ones((n_q, n_k), bool)
     if causal:
         seen = {
-            "right": j <= i + off,
             "ignored": seen,
             "strict": j < i + off,
             "one more": j <= i + off + 1,
             "top-left": j <= i,
+            "all top-left": j <= i,
             "future": j >= i + off,
-        }[rule if rule != "one more left" else "right"]
+        }.get(rule, j <= i + off)
     if window is not None:
-        left, right = window
-        left += rule == "one more left"
+        left, right, off = WINDOWS[rule](*window, off) if rule in WINDOWS else (*window, off)
         seen = seen & (j >= i + off - left) & (j <= i + off + right)
     return seen
+
+
+TILES = {  # (first and last query at their key positions, first and last key, off) of a tile
+    # -> whether it is visited, and whether the causal mask is applied inside it
+    "top-left": lambda i0, i1, j0, j1, off: (j0 <= i1 - off, j1 > i0 - off),
+    "by its first query": lambda i0, i1, j0, j1, off: (j0 <= i0, j1 > i0),
+    "by its corner": lambda i0, i1, j0, j1, off: (j0 <= i1, j0 <= i0 < j1),
+    "whole alone": lambda i0, i1, j0, j1, off: (j1 <= i0, False),
+}
+
+
+def causal_tiles(rule, n_q, n_k, B_r, B_c):
+    """Return the pairs that a query sees where tiles are sorted out by a rule of `TILES`."""
+    seen, off = positions(n_q, n_k, "right", True, None), n_k - n_q
+    for rows in blocks(n_q, B_r):
+        for cols in blocks(n_k, B_c):
+            ends = rows.start + off, rows.stop - 1 + off, cols.start, cols.stop - 1
+            visited, masked = TILES[rule](*ends, off)
+            if not (visited and masked):
+                seen[rows, cols] = visited
+    return seen
+
+
+def written_out(mask, rows, cols, n_q, n_k):
+    """Return the pairs of a block mask; where it is too small, its last row or column again."""
+    i = np.minimum(np.arange(n_q) // rows, mask.shape[0] - 1)
+    j = np.minimum(np.arange(n_k) // cols, mask.shape[1] - 1)
+    return mask[i[:, None], j]
+
+
+BLOCK_MASKS = {  # (mask, rows, cols, n_q, n_k) -> the pairs that are there
+    "right": written_out,
+    "zero": written_out,
+    "ignored": lambda mask, rows, cols, n_q, n_k: np.ones((n_q, n_k), bool),
+    "turned": lambda mask, *sizes: ~written_out(mask, *sizes),
+    "transposed": lambda mask, *sizes: written_out(mask.T, *sizes),
+    "sizes exchanged": lambda mask, rows, cols, *n: written_out(mask, cols, rows, *n),
+    "copied": lambda mask, rows, cols, n_q, n_k: np.tile(mask, (rows, cols))[:n_q, :n_k],
+}
 
 
 def kv_head(how, h, n_heads, n_kv):
@@ -266,13 +318,14 @@ def each_head(how, run, q, k, v):
     return tuple(x.reshape(*lead, *x.shape[1:]) for x in stacked)
 
 
-SCALES = {  # default scales: (d, n_k, d_v, d · heads) -> scale
-    "missing by default": lambda d, n_k, d_v, d_model: 1.0,
-    "1/d": lambda d, n_k, d_v, d_model: 1.0 / d,
-    "√d": lambda d, n_k, d_v, d_model: d**0.5,
-    "1/√n": lambda d, n_k, d_v, d_model: n_k**-0.5,
-    "1/√d_v": lambda d, n_k, d_v, d_model: d_v**-0.5,
-    "1/√d_model": lambda d, n_k, d_v, d_model: d_model**-0.5,
+SCALES = {  # default scales: (d, n_q, n_k, d_v, d · heads) -> scale
+    "missing by default": lambda d, n_q, n_k, d_v, d_model: 1.0,
+    "1/d": lambda d, n_q, n_k, d_v, d_model: 1.0 / d,
+    "√d": lambda d, n_q, n_k, d_v, d_model: d**0.5,
+    "1/√n_q": lambda d, n_q, n_k, d_v, d_model: n_q**-0.5,
+    "1/√n": lambda d, n_q, n_k, d_v, d_model: n_k**-0.5,
+    "1/√d_v": lambda d, n_q, n_k, d_v, d_model: d_v**-0.5,
+    "1/√d_model": lambda d, n_q, n_k, d_v, d_model: d_model**-0.5,
 }
 LSES = {  # what is saved as lse: (m, l) -> lse
     "right": lambda m, l: m + np.log(l),
@@ -297,7 +350,8 @@ class Attention:
     sees: str = "right"  #: a rule of `positions`
     fill: float = -INF  #: the score of a pair that is not seen
     fill_added: bool = False  #: added to the score instead of taking its place
-    sparse: str = "right"  #: block mask: "right", "ignored", "turned", or "zero" (pairs score 0)
+    tiles: str = "right"  #: which tiles of a causal mask are visited, or a key of TILES
+    sparse: str = "right"  #: a key of BLOCK_MASKS; "zero": pairs that are not there score 0
     heads: str = "grouped"  #: "grouped", "first" or "tiled"
     tail_keys: str = "kept"  #: "kept", "dropped" or "zeros" (padded with keys that score 0)
     tail_queries: str = "kept"  #: "kept" or "dropped"
@@ -317,6 +371,7 @@ class Attention:
     #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
     guard: str = "seen"
     lse: str = "right"  #: a key of LSES
+    empty_lse: float = -INF  #: the lse of rows that see nothing
 
     @property
     def tiled(self):
@@ -327,19 +382,24 @@ class Attention:
     def least_block(self):
         """The smallest block worth a guess: with blocks of one this is right, or no attention."""
         cut = self.tail_keys != "kept" or self.tail_queries != "kept" or self.whole_diagonal
+        cut = cut or self.tiles != "right"
         own = self.maximum == "own" or self.p_against == "own"
         return 2 if cut or self.skip or self.summed or own else 1
 
     @property
     def _rows_matter(self):
-        return self.whole_diagonal or self.skip or self.tail_queries != "kept"
+        return self.whole_diagonal or self.skip or self.tail_queries != "kept" or self._sorted
 
     @property
     def _cols_matter(self):
         rescaled = self.rescale_l == self.rescale_o == "yes" and self.maximum != "own"
         whole = self.tail_keys == "kept" and not self.summed and self.step_guard
         whole = whole and self.p_against == "running" and not self.divide_often
-        return self.whole_diagonal or self.skip or not (rescaled and whole)
+        return self.whole_diagonal or self.skip or self._sorted or not (rescaled and whole)
+
+    @property
+    def _sorted(self):
+        return self.tiles != "right"
 
     def without_guards(self):
         """Return what becomes of it where nothing guards against rows that see nothing."""
@@ -354,6 +414,7 @@ class Attention:
         needs_mask = Attention(
             sees=self.sees, fill=self.fill, fill_added=self.fill_added, skip=self.skip,
             whole_diagonal=self.whole_diagonal, step_guard=self.step_guard, guard=self.guard,
+            tiles=self.tiles, empty_lse=self.empty_lse,
         )  # fmt: skip
         if self == needs_mask:
             return masked
@@ -365,9 +426,10 @@ class Attention:
     def __call__(self, case, given):
         """Return {"o": ..., "lse": ...}."""
         q, k, v = case["q"], case["k"], case["v"]
-        seen, zero, pad = self._visible(case)
-        B_r = given["block_q"] if self._rows_matter else max(len(seen), 1)
-        B_c = given["block_k"] if self._cols_matter else max(seen.shape[1], 1)
+        n_q, n_k = q.shape[-2], k.shape[-2]
+        B_r = given["block_q"] if self._rows_matter else max(n_q, 1)
+        B_c = given["block_k"] if self._cols_matter else max(n_k, 1)
+        seen, zero, pad = self._visible(case, B_r, B_c)
         if self.whole_diagonal:
             for rows in blocks(len(seen), B_r):
                 for cols in blocks(seen.shape[1], B_c):
@@ -388,22 +450,22 @@ class Attention:
         if case.get("scale") is not None:
             return case["scale"]
         if self.scale in SCALES:
-            (n_k, d_v), d_model = case["v"].shape[-2:], d * math.prod(case["q"].shape[:-2][-1:])
-            return SCALES[self.scale](d, n_k, d_v, d_model)
+            d_model = d * math.prod(case["q"].shape[:-2][-1:])
+            return SCALES[self.scale](d, case["q"].shape[-2], *case["v"].shape[-2:], d_model)
         return d**-0.5
 
-    def _visible(self, case):
+    def _visible(self, case, B_r=None, B_c=None):
         """Return which pairs are seen, which score 0 instead, and the score of a padding key."""
         n_q, n_k = case["q"].shape[-2], case["k"].shape[-2]
         causal, window, mask = (case.get(name) for name in ("causal", "window", "mask"))
-        seen = positions(n_q, n_k, self.sees, causal, window)
+        seen = positions(n_q, n_k, self.sees, causal and not self._sorted, window)
+        if causal and self._sorted:
+            seen = seen & causal_tiles(self.tiles, n_q, n_k, B_r, B_c)
         if mask is not None:
             seen = seen & mask
         zero = np.zeros_like(seen)
-        if "block_mask" in case and self.sparse != "ignored":
-            rows, cols = case.blocks
-            there = case["block_mask"] != (self.sparse == "turned")
-            there = there.repeat(rows, axis=0)[:n_q].repeat(cols, axis=1)[:, :n_k]
+        if "block_mask" in case:
+            there = BLOCK_MASKS[self.sparse](case["block_mask"], *case.blocks, n_q, n_k)
             zero = seen & ~there & (self.sparse == "zero")
             seen = seen & there
         masked = causal or window is not None or mask is not None
@@ -465,7 +527,7 @@ class Attention:
                 O_i = np.where(np.isposinf(l)[:, None], 0, O_i)
         L_i = LSES[self.lse](m, l) / math.log(self.base)
         if self.guard == "seen":
-            O_i, L_i = np.where(empty[:, None], 0, O_i), np.where(empty, -INF, L_i)
+            O_i, L_i = np.where(empty[:, None], 0, O_i), np.where(empty, self.empty_lse, L_i)
         if self.guard == "nan" or (self.guard == "visited" and visited):
             L_i = np.where(empty, np.nan, L_i)
         return O_i, L_i
@@ -479,6 +541,9 @@ class MatrixAttention:
     shift_over: tuple | int | None = -1  #: the axes over which; None for all
     sum_over: tuple | int | None = -1
     masked: str = "right"  #: "late": P is set to 0 where masked, after the softmax
+    #: P from the right lse, but of scores "without scale"; or exp(S) "divided" by that lse
+    from_lse: str = ""
+    share: str = "all"  #: o is the share of the "last" key alone, or of the "last seen" one
     tiled = False
 
     def may_show(self, case):
@@ -495,12 +560,23 @@ class MatrixAttention:
         q, k, v = case["q"], case["k"], case["v"]
         group = 1 if q.ndim == 2 else q.shape[-3] // k.shape[-3]
         k, v = (x if group == 1 else np.repeat(x, group, axis=-3) for x in (k, v))
-        S = right._scale(case) * q @ k.swapaxes(-1, -2)
+        scale = right._scale(case)
+        S = scale * q @ k.swapaxes(-1, -2)
         S = S if self.masked == "late" else np.where(seen, S, -INF)
+        if self.from_lse:
+            lse = right(case, given)["lse"]
+            P = np.exp(S / scale - lse[..., None])
+            P = np.exp(S) / lse[..., None] if self.from_lse == "divided" else P
+            return {"o": np.where(seen, P, 0) @ v, "lse": lse}
         m = finite(SHIFTS[self.shift](S, self.shift_over))
         P = np.exp(S - m)
         l = P.sum(axis=self.sum_over, keepdims=True)
-        o = np.where(seen, P, 0) / nonzero(l) @ v
+        counted = seen
+        if self.share != "all":
+            j = np.arange(seen.shape[1])
+            last = np.where(seen, j, -1).max(axis=1, keepdims=True)
+            counted = seen & (j == (last if self.share == "last seen" else len(j) - 1))
+        o = np.where(counted, P, 0) / nonzero(l) @ v
         lse = np.broadcast_to(m + np.log(l), (*S.shape[:-1], 1))[..., 0]
         return {"o": o, "lse": np.where(seen.any(axis=-1) | (self.masked == "late"), lse, -INF)}
 
@@ -545,21 +621,48 @@ DS = {  # (P, dP, D) -> dS
 }
 
 
+def in_groups(x, n_kv):
+    """Return (..., H_q, n, d) as (..., H_kv, group, n, d): neighbours share a key head."""
+    return x.reshape(*x.shape[:-3], n_kv, -1, *x.shape[-2:])
+
+
+GATHERS = {  # gradients of all query heads (..., H_q, n, d), H_kv -> those of the key heads
+    "sum": lambda x, n_kv: in_groups(x, n_kv).sum(axis=-3),
+    "mean": lambda x, n_kv: in_groups(x, n_kv).mean(axis=-3),
+    "last": lambda x, n_kv: in_groups(x, n_kv)[..., -1, :, :],
+    "first": lambda x, n_kv: in_groups(x, n_kv)[..., 0, :, :],
+    "first heads": lambda x, n_kv: x[..., :n_kv, :, :],
+    "tiled": lambda x, n_kv: x.reshape(*x.shape[:-3], -1, n_kv, *x.shape[-2:]).sum(axis=-4),
+}
+ROW_SUMS = {  # (P, dP, dO, O) -> D, a column or a matrix
+    "right": lambda P, dP, dO, O: (dO * O).sum(axis=1, keepdims=True),
+    "P": lambda P, dP, dO, O: (P * dP).sum(axis=1, keepdims=True),
+    "mean": lambda P, dP, dO, O: dP.mean(axis=1, keepdims=True),
+    "columns": lambda P, dP, dO, O: (P * dP).sum(axis=0, keepdims=True),
+}
+
+
 @dataclass(frozen=True)
 class Backward:
     """The gradients of attention, with P computed again."""
 
     d_term: bool = True
-    d_from_p: bool = False  #: D = rowsum(P * dP) in place of rowsum(dO * O)
+    #: D = rowsum(dO * O): "right"; rowsum(P * dP) with its own "P", or that of each "tile" alone;
+    #: the plain "mean" of a row of dP; or the sum over the "columns" of P * dP
+    d_from: str = "right"
     normalised: bool = True  #: P = exp(S - lse), not exp(S - row maximum)
+    divided_by_lse: bool = False  #: P = exp(S) / lse
     scale_dq: float = 1  #: how many times dq and dk are multiplied by the scale
     scale_dk: float = 1
-    scale_p: bool = True  #: P = exp(scale S - lse)
+    scale_p: str = "right"  #: in P = exp(S - lse): "missing" in S, or "in both" of S and lse
     ds: str = "right"  #: a key of DS
     rows_last: bool = False  #: dk and dv keep the share of the last block of queries only
     dq_last: str = ""  #: dq keeps the share of the "last" block, or of the last one "visited", only
+    tail_keys: str = "kept"  #: "kept" or "dropped"
+    tail_queries: str = "kept"
     sees: str = "right"  #: "right", "ignored" (all of causal), or "in lse" (not in P)
-    last_of_group: bool = False  #: dk and dv of the last query head that reads the key head
+    heads: str = "grouped"  #: which key head a query head reads: "grouped" or "tiled"
+    gather: str = "sum"  #: a key of GATHERS
     guard: bool = True  #: P = 0 in rows that see nothing
     skip: bool = False  #: tiles without a visible pair are not visited
 
@@ -572,7 +675,19 @@ class Backward:
     @property
     def tiled(self):
         """Whether the size of a block makes a difference."""
-        return bool(self.dq_last) or self.skip or self.rows_last
+        return bool(self.dq_last) or self.skip or self.rows_last or self.least_block > 1
+
+    @property
+    def least_block(self):
+        """The smallest block worth a guess: with blocks of one this is right, or another fault."""
+        cut = self.tail_keys != "kept" or self.tail_queries != "kept"
+        return 2 if cut or self.d_from == "tile" else 1
+
+    def may_show(self, case):
+        """Whether this can give a wrong answer on a case, as far as is seen without computing."""
+        if self == Backward(heads=self.heads, gather=self.gather):
+            return case["q"].ndim > 2 and case["q"].shape[-3] != case["k"].shape[-3]
+        return True
 
     @without_warnings
     def __call__(self, case, given):
@@ -580,39 +695,69 @@ class Backward:
         do, q, k, v = (case[name] for name in ("do", "q", "k", "v"))
         if q.ndim == 2:
             return dict(zip(("dq", "dk", "dv"), self._head(case, given, do, q, k, v), strict=True))
-        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        n_kv, dq = k.shape[-3], np.zeros_like(q)
+        dk, dv = (np.zeros((*q.shape[:-2], *x.shape[-2:])) for x in (k, v))
         for index in np.ndindex(q.shape[:-2]):
-            kv = (*index[:-1], kv_head("grouped", index[-1], q.shape[-3], k.shape[-3]))
-            dq[index], dK, dV = self._head(case, given, do[index], q[index], k[kv], v[kv])
-            dk[kv] = dK + (0 if self.last_of_group else dk[kv])
-            dv[kv] = dV + (0 if self.last_of_group else dv[kv])
-        return {"dq": dq, "dk": dk, "dv": dv}
+            kv = (*index[:-1], kv_head(self.heads, index[-1], q.shape[-3], n_kv))
+            dq[index], dk[index], dv[index] = self._head(
+                case, given, do[index], q[index], k[kv], v[kv]
+            )
+        gather = GATHERS[self.gather]
+        return {"dq": dq, "dk": gather(dk, n_kv), "dv": gather(dv, n_kv)}
 
     def _head(self, case, given, dO, Q, K, V):
         scale = Attention()._scale(case)
         causal = case.get("causal", False)
         seen = positions(len(Q), len(K), "right", causal and self.sees != "ignored", None)
         S = scale * Q @ K.T
-        S_seen = np.where(seen, S, -INF)
-        m = S_seen.max(axis=1, initial=-INF)
-        l = np.exp(S_seen - finite(m)[:, None]).sum(axis=1)
-        P_right = np.exp(S_seen - finite(m)[:, None]) / nonzero(l)[:, None]
-        subtract = m + np.log(l) if self.normalised else m
-        S_P = np.where(seen | (self.sees == "in lse"), S if self.scale_p else S / scale, -np.inf)
-        P = np.exp(S_P - subtract[:, None])
+        P_right, m, lse = self._softmax(S, seen)
+        if self.scale_p != "right":
+            S = S / scale
+        if self.scale_p == "in both":
+            _, m, lse = self._softmax(S, seen)
+        S_P = np.where(seen | (self.sees == "in lse"), S, -INF)
+        P = np.exp(S_P - (lse if self.normalised else m)[:, None])
+        if self.divided_by_lse:
+            P = np.exp(S_P) / lse[:, None]
         if self.guard:
             P[np.isneginf(m)] = 0
         visited = self._visited(seen, given)
-        P = np.where(visited, P, 0)
+        P = np.where(visited & self._kept(seen, given), P, 0)
         dP = dO @ V.T
-        D = (P * dP if self.d_from_p else dO @ V.T * P_right).sum(axis=1)
-        dS = DS[self.ds](P, dP, D[:, None]) if self.d_term else P * dP
+        D = self._row_sums(P, dP, dO, P_right @ V, given)
+        dS = DS[self.ds](P, dP, D) if self.d_term else P * dP
         dQ = np.where(self._lasting(visited, given), dS, 0) if self.dq_last else dS
         dQ = dQ @ K * scale**self.scale_dq
         if self.rows_last:
             first = (len(Q) - 1) // given["block_q"] * given["block_q"]
             dS, P = (np.where(np.arange(len(Q))[:, None] >= first, x, 0) for x in (dS, P))
         return dQ, dS.T @ Q * scale**self.scale_dk, P.T @ dO
+
+    def _softmax(self, S, seen):
+        """Return P, the row maxima and the lse of what is seen of S."""
+        S = np.where(seen, S, -INF)
+        m = S.max(axis=1, initial=-INF)
+        e = np.exp(S - finite(m)[:, None])
+        l = e.sum(axis=1)
+        return e / nonzero(l)[:, None], m, m + np.log(l)
+
+    def _row_sums(self, P, dP, dO, O, given):
+        """Return D: a column, or as a matrix where it differs from tile to tile."""
+        if self.d_from != "tile":
+            return ROW_SUMS[self.d_from](P, dP, dO, O)
+        D = np.zeros_like(P)
+        for cols in blocks(P.shape[1], given["block_k"]):
+            D[:, cols] = (P * dP)[:, cols].sum(axis=1, keepdims=True)
+        return D
+
+    def _kept(self, seen, given):
+        """Return the pairs that are not in a tail that is dropped."""
+        kept = np.ones_like(seen)
+        if self.tail_queries == "dropped":
+            kept[len(seen) - len(seen) % given["block_q"] :] = False
+        if self.tail_keys == "dropped":
+            kept[:, seen.shape[1] - seen.shape[1] % given["block_k"] :] = False
+        return kept
 
     def _visited(self, seen, given):
         """Return the pairs in tiles that are visited."""
@@ -662,6 +807,7 @@ class Traffic:
 
     keys_once: bool = False  #: K and V are read once, not once for every query block
     floor: bool = False  #: T_r = n_q // B_r
+    divided: bool = False  #: T_r = n_q / B_r, not rounded
     query_reloaded: bool = False  #: Q_i is read again for every key block
     keys: str = "rows"  #: K and V are read once per block of "rows", or of "columns", or "row"
     values: bool = True  #: V is read
@@ -677,6 +823,7 @@ class Traffic:
         n_q, n_k, d, d_v = (case[name] for name in ("n_q", "n_k", "d", "d_v"))
         B_r, B_c = given["block_q"], given["block_k"]
         T_r = n_q // B_r if self.floor else -(-n_q // B_r)
+        T_r = n_q / B_r if self.divided else T_r
         T_c = -(-n_k // B_c)
         passes = {"rows": T_r, "columns": T_c, "row": n_q}[self.keys]
         loads = n_q * d * (T_c if self.query_reloaded else 1)

@@ -391,7 +391,7 @@ CATALOGUE = (
         "Add up one row of the P in your backward pass.",
         "07", "P = exp(S - L)",
         {"attention_backward": [
-            Backward(normalised=False), Backward(normalised=False, d_from_p=True),
+            Backward(normalised=False), Backward(normalised=False, d_from="P"),
         ]},
     ),
     Mistake(
@@ -430,7 +430,7 @@ CATALOGUE = (
         "Several query heads share this key head; their gradients add up.",
         "Two query heads read one key. Move that key: through how many paths does the loss change?",
         "09", "grouped heads: dK, dV",
-        {"attention_backward": [Backward(last_of_group=True)]},
+        {"attention_backward": [Backward(gather="last")]},
     ),
     Mistake(
         "sparse_mask_ignored",
@@ -512,6 +512,24 @@ def _shifted(shift, text):
         "the experiment that slides a constant over the scores",
         {**forms, "attention": [MatrixAttention(shift=shift)]},
     )
+
+
+ENDS = (
+    "window=(1, 0) means a query's own position and one before it. Print which keys each query "
+    "sees in your code, for n = 3 and the windows (1, 0), (0, 1) and (0, 0)."
+)
+OFFSET = (
+    "One new query, eight cached keys: at which key position does it stand, and where in yours?"
+)
+TILE_CORNERS = (
+    "Draw a causal mask for 7 queries and 7 keys in tiles of 2 × 3. Which two corners of a tile "
+    "tell whether it is empty, partial or full?"
+)
+
+
+def _window(rule, text, hint):
+    return Mistake("", f"Your window {text}.", hint, "09", "windows",
+                   _forward(Attention(sees=rule)))  # fmt: skip
 
 
 def _lse(lse, text):
@@ -691,9 +709,75 @@ DESCRIBED = (
         _forward(MatrixAttention(masked="late")),
     ),
     _scaled("√d", "√d where 1/√d belongs"),
+    _scaled("1/√n_q", "1/√n_q, n_q the number of queries, where 1/√d belongs"),
     _scaled("1/√n", "1/√n, n the number of keys, where 1/√d belongs"),
     _scaled("1/√d_v", "1/√d_v, the width of v, where 1/√d belongs"),
     _scaled("1/√d_model", "1/√(heads · d) where 1/√d, the width of one head, belongs"),
+    Mistake(
+        "",
+        "Only the share of the last key is left in o: every share takes the place of the one "
+        "before it.",
+        "How often does your loop write to the same row of o? What happens to what was there?",
+        "01", "three loops",
+        _forward(MatrixAttention(share="last"), MatrixAttention(share="last seen")),
+    ),
+    *(_window(rule, text, hint) for rule, text, hint in (
+        ("left end out", "is one key too narrow on the left", ENDS),
+        ("right end out", "is one key too narrow on the right", ENDS),
+        ("both ends out", "is one key too narrow on both sides", ENDS),
+        ("left end alone", "does not end on the right", ENDS),
+        ("right end alone", "does not end on the left", ENDS),
+        ("no window", "has no effect", ENDS),
+        ("window turned", "has left and right exchanged", ENDS),
+        ("window top-left", "is not shifted by n_k - n_q where n_q ≠ n_k", OFFSET),
+    )),
+    Mistake(
+        "",
+        "Neither causal nor the window is shifted by n_k - n_q: with fewer queries than keys the "
+        "last query lines up with the last key.",
+        OFFSET,
+        "09", "alignment for n_q ≠ n_k",
+        _forward(Attention(sees="all top-left")),
+    ),
+    Mistake(
+        "",
+        "The tiles of the causal mask are sorted out as if n_q were n_k: where they differ, query "
+        "i stands at the key position i + n_k - n_q.",
+        OFFSET,
+        "09", "alignment for n_q ≠ n_k",
+        _forward(Attention(tiles="top-left")),
+    ),
+    Mistake(
+        "",
+        "Tiles are skipped of which some query still sees a key: a tile is empty only if its "
+        "last query does not see its first key.",
+        TILE_CORNERS,
+        "09", "full, partial and empty tiles",
+        _forward(Attention(tiles="by its first query")),
+    ),
+    Mistake(
+        "",
+        "Some partial tiles are not masked inside: a tile is full only if its first query sees "
+        "its last key.",
+        TILE_CORNERS,
+        "09", "full, partial and empty tiles",
+        _forward(Attention(tiles="by its corner")),
+    ),
+    Mistake(
+        "",
+        "Partial tiles are left out: of them too, some pairs are seen.",
+        TILE_CORNERS,
+        "09", "full, partial and empty tiles",
+        _forward(Attention(tiles="whole alone")),
+    ),
+    Mistake(
+        "",
+        "o is right. The lse of a query that sees no key must be -inf: the logarithm of a sum of "
+        "nothing.",
+        "What does a part with that lse weigh, exp(lse), when it is merged with another one?",
+        "09", "a row with no key",
+        _forward(Attention(empty_lse=0.0), Attention(empty_lse=math.inf)),
+    ),
     _lse("base 2 of l", "m + log₂ l: one part is natural, the other in base 2"),
     _lse("maximum", "m alone; the sum l is missing"),
     _lse("sum", "l alone, with neither its logarithm nor m"),
@@ -764,7 +848,109 @@ DESCRIBED = (
         "P is computed again from scores without the scale.",
         "Print a row of S in the forward pass and the same row in your backward pass.",
         "07", "P = exp(S - L)",
-        {"attention_backward": [Backward(scale_p=False)]},
+        {
+            "attention_backward": [
+                Backward(scale_p=scale_p, d_from=d_from)
+                for scale_p in ("missing", "in both") for d_from in ("right", "P")
+            ],
+            "attention": [MatrixAttention(from_lse="without scale")],
+        },
+    ),
+    Mistake(
+        "",
+        "The scale is missing everywhere: in the scores, in dQ and in dK.",
+        "S = τ Q Kᵀ. Print a row of S in the forward pass and in your backward pass; and where "
+        "does τ appear when S is differentiated by Q?",
+        "06", "the experiment without τ",
+        {"attention_backward": [
+            Backward(scale_p=scale_p, d_from=d_from, scale_dq=0, scale_dk=0)
+            for scale_p in ("missing", "in both") for d_from in ("right", "P")
+        ]},
+    ),
+    Mistake(
+        "",
+        "exp(S) is divided by lse itself; lse is the logarithm of the sum that belongs there.",
+        "Two scores are 0 and 0. What is their lse, and by what must exp(0) be divided?",
+        "07", "P = exp(S - L)",
+        {
+            "attention_backward": [
+                Backward(divided_by_lse=True), Backward(divided_by_lse=True, d_from="P"),
+            ],
+            "attention": [MatrixAttention(from_lse="divided")],
+        },
+    ),
+    Mistake(
+        "",
+        "D runs over the keys of one tile alone: it is a sum over all keys of the row.",
+        "Which array holds a row's sum over all keys already, so that D can be made from it in "
+        "any tile?",
+        "07", "the experiment with D from an unfinished O",
+        {"attention_backward": [Backward(d_from="tile")]},
+    ),
+    Mistake(
+        "",
+        "D is the plain mean of a row of dP. It is a mean in which each key counts with its "
+        "weight P.",
+        "Add up one row of your dS. What should the sum be?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(d_from="mean")]},
+    ),
+    Mistake(
+        "",
+        "D is summed over the queries: a number for each key. It is a number for each query.",
+        "What is the shape of D, and along which axis is it subtracted from dP?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(d_from="columns")]},
+    ),
+    Mistake(
+        "",
+        "The last, shorter block of keys is never visited in the backward pass: it has no "
+        "gradients, and gives dQ nothing.",
+        "How many blocks does your loop visit for 5 keys in blocks of 2?",
+        "07", "what stays and what passes by in the backward loop",
+        {"attention_backward": [Backward(tail_keys="dropped")]},
+    ),
+    Mistake(
+        "",
+        "The last, shorter block of queries is never visited in the backward pass: its dQ stays "
+        "0, and dK and dV miss its share.",
+        "How many blocks does your loop visit for 5 queries in blocks of 2?",
+        "07", "what stays and what passes by in the backward loop",
+        {"attention_backward": [Backward(tail_queries="dropped")]},
+    ),
+    Mistake(
+        "",
+        "Neighbouring query heads share a key head: 0,0,1,1, not 0,1,0,1.",
+        "Write down, for 4 query heads and 2 key heads, which key head each one reads, and then "
+        "which query heads each gradient of a key head is gathered from.",
+        "09", "grouped heads (`repeat`, not `tile`)",
+        {"attention_backward": [
+            Backward(heads="tiled"), Backward(heads="tiled", gather="tiled"),
+        ]},
+    ),
+    Mistake(
+        "",
+        "dQ is right. dK and dV are added up over the wrong query heads: 0 and 1 share a key "
+        "head, not 0 and 2.",
+        "After your reshape, which query heads stand along the axis that you sum over?",
+        "09", "grouped heads: dK, dV",
+        {"attention_backward": [Backward(gather="tiled")]},
+    ),
+    Mistake(
+        "",
+        "dK and dV are the mean over the query heads that share a key head. Gradients add up.",
+        "Two query heads read one key. Move that key: do the two changes of the loss add up, or "
+        "is their mean taken?",
+        "09", "grouped heads: dK, dV",
+        {"attention_backward": [Backward(gather="mean")]},
+    ),
+    Mistake(
+        "",
+        "dK and dV hold the gradients of one query head alone. Several query heads share a key "
+        "head; their gradients add up.",
+        "Two query heads read one key. Move that key: through how many paths does the loss change?",
+        "09", "grouped heads: dK, dV",
+        {"attention_backward": [Backward(gather="first"), Backward(gather="first heads")]},
     ),
     Mistake(
         "",
@@ -803,6 +989,29 @@ DESCRIBED = (
         {"block_sparse_attention": [
             Attention(sparse="turned"), Attention(sparse="turned", guard="no"),
         ]},
+    ),
+    Mistake(
+        "",
+        "Rows and columns of the block mask are exchanged: its rows are blocks of queries, its "
+        "columns blocks of keys.",
+        "Which queries and which keys belong to block_mask[0, 1]? And in your code?",
+        "10", "tiles that are not there",
+        {"block_sparse_attention": [Attention(sparse="transposed")]},
+    ),
+    Mistake(
+        "",
+        "The whole block mask is written out again and again, side by side. Each of its entries "
+        "belongs to one tile: to block_q neighbouring rows and block_k neighbouring columns.",
+        "Write out [[1, 0]] by hand for tiles of 2 × 2. Is the first row 1, 1, 0, 0 or 1, 0, 1, 0?",
+        "10", "tiles that are not there",
+        {"block_sparse_attention": [Attention(sparse="copied")]},
+    ),
+    Mistake(
+        "",
+        "block_q and block_k are exchanged: a tile has block_q rows and block_k columns.",
+        "Write out [[1, 0]] by hand for tiles of 2 × 3. How many rows and columns are there?",
+        "10", "tiles that are not there",
+        {"block_sparse_attention": [Attention(sparse="sizes exchanged")]},
     ),
     _sizes("Neither size is capped by d; B_r is.", capped="none"),
     _sizes("Both sizes are capped by d; only B_r is.", capped="both"),
@@ -847,6 +1056,11 @@ DESCRIBED = (
         "K and V are read once per query in your count; it is once per block of queries.",
         "How many queries share one reading of K and V?",
         Traffic(keys="row"),
+    ),
+    _counted(
+        "The number of query blocks is not rounded: the last, shorter block reads all keys too.",
+        "How many blocks are 5 queries in blocks of 2?",
+        Traffic(divided=True),
     ),
     _counted(
         "K is counted, V is not: it is read as often.",

@@ -18,6 +18,7 @@ from flashref.check.answers import (
     Problem,
     number,
     printed_alike,
+    shown_number,
     tolerance,
     wrong_places,
 )
@@ -371,7 +372,8 @@ def _table(failure):
     for place in places:
         label = f"{name}[{', '.join(map(str, place))}]"
         mark = "wrong" if bad[place] else ""
-        rows.append((label, number(right[place]), number(got[place]), mark))
+        pair = (number(shown_number(x, place)) for x in (right, got))
+        rows.append((label, *pair, mark))
         if place == worst:
             rows[-1] = (*rows[-1][:3], "wrong, and here most" if bad.sum() > 1 else "wrong")
     return ("", "expected", "yours", ""), rows

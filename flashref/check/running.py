@@ -1,6 +1,7 @@
 """Asking the questions of a check, one after the other, and writing down what came back."""
 
 import itertools
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -28,6 +29,7 @@ REFUSED_SIZE = (  # what code says that wants more axes than it got
     "to unpack", "out of bounds for", "out of range", "axes don't match", "too many indices",
     "dimension", "swapaxes", "no len()", "ndim", "not subscriptable",
 )  # fmt: skip
+OF_SIZES = re.compile(r"shape|ndim|len\(|size|dim|width|head|axes|\b[dDE]\b|\bd_[a-z]\b")
 
 
 def run(name, function, cases=None, seed=0):
@@ -161,13 +163,26 @@ class _Session:
                     if answer.error is None and self._readable(self._sized(case), answer):
                         self.found = answer
                         if self.one_width:
-                            self._refuse("d_v ≠ d", attempts[library, axes, False])
+                            return self._one_width(case, attempts[library, axes, False])
                         return True
                     attempts[library, self.axes, self.one_width] = answer
                     if answer.error is not None and answer.error.fatal:
                         self._fail(self._sized(case), answer, self._error_problem(answer.error))
                         return False
         return self._make_do(case, attempts)
+
+    def _one_width(self, case, before):
+        """Go on with d_v = d, unless what failed for d_v ≠ d was a test of the answer."""
+        if not _tests_the_answer(before.error):
+            self._refuse("d_v ≠ d", before)
+            return True
+        self.one_width = False
+        words = (
+            "With values of another width than the keys (d_v ≠ d), which are part of the exercise, "
+            "an assert failed:"
+        )
+        self._fail(self._sized(case), before, Problem("error", words))
+        return False
 
     def _libraries(self, attempts):
         """Yield the kinds of arrays to try: NumPy's, then what the error on those speaks of."""
@@ -361,6 +376,17 @@ class _Session:
         if self.exercise.beyond:
             self.notes.append(self.exercise.about_beyond(seen))
 
+    def _differs(self, t):
+        """Ask a case again, twice; return whether one of the answers is not the one it had."""
+        for _ in range(2):
+            answer = self._call(t.case)
+            if answer.error is not None:
+                return False
+            got, _ = self._judge(t.case, answer, self.exercise.right(t.case), both=False)
+            if got is not None and not _steady(t.got, got):
+                return True
+        return False
+
     # --- the end ---
 
     def _fail(self, case, answer, problem, right=None, got=None):
@@ -382,7 +408,7 @@ class _Session:
         if self.failures:
             report.mistakes = matching.name_mistakes(self.exercise, self.learner, self.tried)
             if not report.mistakes:
-                report.clues = clues.find(self.exercise, self.learner, self.tried)
+                report.clues = clues.find(self.exercise, self.learner, self.tried, self._differs)
                 unsteady = [f.problem.sentence for f in wrong[1:] if f.kind == "unsteady"]
                 report.clues = list(dict.fromkeys(unsteady[:1] + report.clues))
                 report.partly = matching.partly(self.exercise, self.learner, self.tried)
@@ -489,6 +515,14 @@ def _by_array(memory, algorithm, case):
     return f"By array: {'; '.join(texts)}." if texts else ""
 
 
+def _tests_the_answer(error):
+    """Whether an `assert` failed that is about no size: it refuses nothing, it finds a mistake."""
+    line = error.lines[-1]["line"] if error.lines else ""
+    whole = line.count("(") == line.count(")")  # of a longer one only the first line is known
+    asserts = error.kind == "AssertionError" and line.startswith("assert ") and whole
+    return asserts and OF_SIZES.search(line) is None
+
+
 def _in_short(got):
     """Return the first output in a few words."""
     if got is None:
@@ -505,7 +539,8 @@ def _about_change(name, before, after):
         place = np.argwhere(np.asarray(before) != np.asarray(after))[0]
         index = ", ".join(str(int(i)) for i in place)
         was, now = np.asarray(before)[tuple(place)], np.asarray(after)[tuple(place)]
-        detail = f": {name}[{index}] was {was:.4g} and is now {now:.4g}"
+        digits = next(d for d in (4, 8, 17) if d == 17 or f"{was:.{d}g}" != f"{now:.{d}g}")
+        detail = f": {name}[{index}] was {was:.{digits}g} and is now {now:.{digits}g}"
     except Exception:  # a list that changed its shape
         detail = ""
     return (

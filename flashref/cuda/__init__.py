@@ -9,7 +9,10 @@ Importing this package imports no numba; the first call does.
 
 from flashref.cuda.device import status
 
-__all__ = ["flash_attention_2", "flash_attention_2_backward", "status"]
+__all__ = [
+    "block_sparse_attention", "block_sparse_attention_backward", "flash_attention_2",
+    "flash_attention_2_backward", "status",
+]  # fmt: skip
 
 
 def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, kernel="auto"):
@@ -70,19 +73,61 @@ def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False,
     Parameters
     ----------
     do : array (..., H_q, n_q, d_v)
-        Gradient of the loss with respect to o.
-    q, k, v : float32 arrays
-        As in `flash_attention_2`.
+        Gradient of the loss with respect to o, of the dtype of q.
+    q, k, v : arrays
+        As in `flash_attention_2`: float32 for tiled, float16 or bfloat16 for tensor_core.
     o, lse : arrays
         What the forward pass returned.
     scale, causal
         As in the forward pass.
-    kernel : {"auto", "tiled"}
-        The rung.
+    kernel : {"auto", "tiled", "tensor_core"}
+        The rung; "auto" takes the one for the dtype.
 
     Returns
     -------
-    dq, dk, dv : arrays of the shapes of q, k and v, of the kind of q
+    dq, dk, dv : arrays of the shapes of q, k and v, of the kind and dtype of q
+
+    Raises
+    ------
+    TypeError, ValueError, flashref.cuda.device.GpuError
+        As `flash_attention_2`.
+
+    Notes
+    -----
+    In tensor_core, P and dS are rounded to halves before the products that sum them up; in float16
+    a dS beyond 65504 is infinite. What a NaN or infinity reaches is as in the forward pass: rows of
+    its block of queries or keys, and nothing where nobody there sees it.
+    """
+    from flashref.cuda import launch
+
+    return launch.backward(do, q, k, v, o, lse, scale, causal, kernel)
+
+
+def block_sparse_attention(
+    q, k, v, block_mask, *, block_q, block_k, scale=None, causal=False, return_lse=False
+):
+    """Return attention in which query block i sees key block j only where block_mask[i, j].
+
+    The rung tensor_core, walking over a list of the tiles that are there: the others are never
+    loaded. As `flashref.block_sparse_attention`, with one mask for all heads. The lists are made
+    when a mask comes for the first time.
+
+    Parameters
+    ----------
+    q, k, v : float16 or bfloat16 arrays
+        As in `flash_attention_2`.
+    block_mask : bool array (T_r, T_c)
+        In main memory. T_r = ⌈n_q / block_q⌉ by T_c = ⌈n_k / block_k⌉; True = the tile is there.
+    block_q, block_k : int
+        Rows and columns of a tile: multiples of 64, of which one may hold several tiles of the
+        kernel; multiples of 128 are faster. They need not divide n_q and n_k.
+    scale, causal, return_lse
+        As in `flash_attention_2`.
+
+    Returns
+    -------
+    o, lse : arrays
+        As `flash_attention_2`; 0 and -inf for a query without tiles.
 
     Raises
     ------
@@ -91,4 +136,35 @@ def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False,
     """
     from flashref.cuda import launch
 
-    return launch.backward(do, q, k, v, o, lse, scale, causal, kernel)
+    mask = block_mask, block_q, block_k
+    return launch.sparse_forward(q, k, v, *mask, scale, causal, return_lse)
+
+
+def block_sparse_attention_backward(
+    do, q, k, v, o, lse, block_mask, *, block_q, block_k, scale=None, causal=False
+):
+    """Return the gradients of block-sparse attention, without touching the absent tiles.
+
+    Parameters
+    ----------
+    do : array (..., H_q, n_q, d_v)
+        Gradient of the loss with respect to o, of the dtype of q.
+    q, k, v, block_mask, block_q, block_k, scale, causal
+        As in `block_sparse_attention`.
+    o, lse : arrays
+        What the forward pass returned.
+
+    Returns
+    -------
+    dq, dk, dv : arrays of the shapes of q, k and v, of the kind and dtype of q
+        0 for queries, keys and values without tiles.
+
+    Raises
+    ------
+    TypeError, ValueError, flashref.cuda.device.GpuError
+        As `flash_attention_2`.
+    """
+    from flashref.cuda import launch
+
+    mask = block_mask, block_q, block_k
+    return launch.sparse_backward(do, q, k, v, o, lse, *mask, scale, causal)

@@ -10,6 +10,8 @@ import functools
 
 import numpy as np
 
+TILE = 64  # each kernel has blocks whose sides divide it
+
 
 class BlockMask:
     """A checked block mask (T_r, T_c) over n_q queries and n_k keys."""
@@ -18,8 +20,11 @@ class BlockMask:
         for name, block in (("block_q", block_q), ("block_k", block_k)):
             if isinstance(block, bool) or not hasattr(block, "__index__"):
                 raise TypeError(f"{name}={block!r} must be an integer")
-            if block < 1:
-                raise ValueError(f"{name}={block} must be at least 1")
+            if block < 1 or block % TILE:
+                raise ValueError(
+                    f"{name}={block} must be a multiple of {TILE}: the kernels' tiles have so many "
+                    f"rows, or a fraction of it"
+                )
         mask = np.asarray(mask)
         if mask.dtype != bool:
             raise TypeError(f"block_mask has dtype {mask.dtype}; it must be bool, True = there")
@@ -40,23 +45,22 @@ class BlockMask:
     def fitting(self, options, own):
         """Return the options (rows owned, rows of a tile, ...) whose tiles divide the blocks."""
         blocks = self.blocks(own)
-        found = [x for x in options if blocks[0] % x[0] == 0 and blocks[1] % x[1] == 0]
-        if not found:
-            tried = ", ".join(f"{x[0]} × {x[1]}" for x in options)
-            raise ValueError(
-                f"blocks of block_q={self.block_q} × block_k={self.block_k} hold no whole number "
-                f"of the kernel's tiles, {tried} ({own} owned × the others): take multiples of 64"
-            )
-        return found
+        return [x for x in options if blocks[0] % x[0] == 0 and blocks[1] % x[1] == 0]
 
     def lists(self, own, rows):
-        """Return (first_of, starts): where the tiles of `rows` rows of each own block begin."""
+        """Return where the tiles of `rows` rows of each own block begin: first_of and starts."""
         key = own, rows, self.mask.tobytes(), self.mask.shape, self.sizes
-        return _lists(*key, *self.blocks(own))
+        return _lists(*key, self.blocks(own)[1])
+
+
+class Lists(tuple):
+    """The lists of a mask: the same object for the same mask, so it can stand for them as a key."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
 
 
 @functools.lru_cache(64)
-def _lists(own, rows, mask, shape, sizes, block, other_block):
+def _lists(own, rows, mask, shape, sizes, other_block):
     mask = np.frombuffer(mask, bool).reshape(shape)
     mask, n = (mask, sizes[1]) if own == "queries" else (mask.T, sizes[0])
     inside = np.arange(0, other_block, rows)
@@ -64,4 +68,4 @@ def _lists(own, rows, mask, shape, sizes, block, other_block):
     starts = [x[x < n] for x in starts]
     first_of = np.cumsum([0, *map(len, starts)], dtype=np.int32)
     starts = np.concatenate([*starts, [0]]).astype(np.int32)  # never empty: it has an address
-    return first_of, starts
+    return Lists((first_of, starts))

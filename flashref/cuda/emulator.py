@@ -1,4 +1,4 @@
-"""A block of threads in NumPy: runs the `tensor_core` kernel itself, without a GPU.
+"""A block of threads in NumPy: runs the `tensor_core` kernels themselves, without a GPU.
 
 Where Numba's simulator starts a Python thread for each CUDA thread and knows no PTX, here a value
 that differs between threads is a vector with one entry per thread, and a PTX instruction is an
@@ -85,18 +85,28 @@ class Block:
     # -- asynchronous copies ----------------------------------------------------------------------
     def copy16(self, to, source, size):
         """Note the copy of 16 bytes by each thread; it happens at the next wait."""
-        to, size = self.full(to, np.int64), self.full(size, np.int64)
+        self._copy(16, to, source, size, 1)
+
+    def copy8(self, to, source, size, guard):
+        """Note the copy of 8 bytes by each thread whose guard is not 0."""
+        self._copy(8, to, source, size, guard)
+
+    def _copy(self, n, to, source, size, guard):
+        do = self.full(guard) != 0
+        warp = self.warp[do, None]
+        to, size = self.full(to, np.int64)[do], self.full(size, np.int64)[do]
         memory, offset = self._bytes(source)
-        assert (to % 16 == 0).all() and to.min() >= 0 and to.max() + 16 <= self.shared.size
-        assert np.isin(size, (0, 16)).all()
-        data = np.zeros((self.threads, 16), np.uint8)
-        real = size == 16
-        assert (offset[real] % 16 == 0).all(), "not aligned to 16 bytes"
-        data[real] = memory[offset[real][:, None] + np.arange(16)]
-        where = to[:, None] + np.arange(16)
-        self._check_write(where)
+        offset = offset[do]
+        assert (to % n == 0).all() and to.min() >= 0 and to.max() + n <= self.shared.size
+        assert np.isin(size, (0, n)).all()
+        data = np.zeros((len(to), n), np.uint8)
+        real = size == n
+        assert (offset[real] % n == 0).all(), f"not aligned to {n} bytes"
+        data[real] = memory[offset[real][:, None] + np.arange(n)]
+        where = to[:, None] + np.arange(n)
+        self._check_write(where, warp)
         self.shared[where] = SHARED_NAN
-        self.pending[-1].append((where, data))
+        self.pending[-1].append((where, data, warp))
         self.count["bytes copied"] += int(size.sum())
 
     def copy_commit(self):
@@ -106,18 +116,25 @@ class Block:
     def copy_wait(self):
         """Let all closed groups of copies arrive."""
         *closed, still_open = self.pending
-        for where, data in itertools.chain.from_iterable(closed):
-            self._check_write(where)
+        for where, data, warp in itertools.chain.from_iterable(closed):
+            self._check_write(where, warp)
             self.shared[where] = data
-            self.written[0][where], self.written[1][where] = self.barriers, self.warp[:, None]
+            self.written[0][where], self.written[1][where] = self.barriers, warp
         self.pending = [still_open]
 
-    def _check_write(self, where):
+    def _check_write(self, where, warp):
         when, who = self.read[0][where], self.read[1][where]
-        if ((when == self.barriers) & (who != self.warp[:, None])).any():
+        if ((when == self.barriers) & (who != warp)).any():
             raise Race(
                 "a warp writes over what another may still be reading: syncthreads is missing"
             )
+
+    def _check_read(self, where):
+        """Note who reads; complain if another warp wrote there since the last barrier."""
+        when, who = self.written[0][where], self.written[1][where]
+        if ((when == self.barriers) & (who != self.warp[:, None])).any():
+            raise Race("a warp reads what another has just written: syncthreads is missing")
+        self.read[0][where], self.read[1][where] = self.barriers, self.warp[:, None]
 
     # -- shared memory to fragments ---------------------------------------------------------------
     def ldmatrix(self, address):
@@ -132,10 +149,7 @@ class Block:
         address = self.full(address, np.int64)
         assert (address % 16 == 0).all() and address.max() + 16 <= self.shared.size
         where = address[:, None] + np.arange(16)
-        when, who = self.written[0][where], self.written[1][where]
-        if ((when == self.barriers) & (who != self.warp[:, None])).any():
-            raise Race("a warp reads what another has just written: syncthreads is missing")
-        self.read[0][where], self.read[1][where] = self.barriers, self.warp[:, None]
+        self._check_read(where)
         banks = (address // 16 % 8).reshape(self.warps * 4, 8)  # 8 banks of 4 bytes feed 16 bytes
         most = max(np.bincount(row).max() for row in banks)
         self.count["rows on one bank"] = max(self.count["rows on one bank"], int(most))
@@ -146,6 +160,15 @@ class Block:
         low, high = matrices[:, :, G, 2 * T], matrices[:, :, G, 2 * T + 1]  # (warps, 4, 32)
         registers = low.astype(np.uint32) | high.astype(np.uint32) << 16
         return tuple(registers[:, r].reshape(-1) for r in range(4))
+
+    def load_shared4(self, address):
+        """Return four floats that lie side by side, for each thread."""
+        address = self.full(address, np.int64)
+        assert (address % 16 == 0).all() and address.max() + 16 <= self.shared.size
+        where = address[:, None] + np.arange(16)
+        self._check_read(where)
+        floats = self.shared[where].copy().view(np.float32)
+        return tuple(floats[:, i] for i in range(4))
 
     # -- matrix products --------------------------------------------------------------------------
     def mma_f16(self, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
@@ -182,7 +205,15 @@ class Block:
         """Return two floats as bfloat16 in one register."""
         return to_bf16(self.full(low, np.float32)) | to_bf16(self.full(high, np.float32)) << 16
 
-    # -- arithmetic and stores --------------------------------------------------------------------
+    def unpack_f16(self, register):
+        """Return the two float16 of a register as floats."""
+        return unpack_f16(self.full(register, np.uint32))
+
+    def unpack_bf16(self, register):
+        """Return the two bfloat16 of a register as floats."""
+        return unpack_bf16(self.full(register, np.uint32))
+
+    # -- arithmetic, loads and stores -------------------------------------------------------------
     def fmax(self, a, b):
         """Return the larger of two numbers; a NaN loses."""
         return np.fmax(a, b)
@@ -194,6 +225,26 @@ class Block:
     def log2(self, x):
         """Return the logarithm to base 2."""
         return np.log2(np.asarray(x, np.float32))
+
+    def load_b32x4(self, address, guard):
+        """Return four 32-bit numbers by every thread whose guard is not 0, zeros by the others."""
+        return self._load(np.uint32, 4, address, guard)
+
+    def load_f32x2(self, address, guard):
+        """Return two floats by every thread whose guard is not 0, zeros by the others."""
+        return self._load(np.float32, 2, address, guard)
+
+    def load_f32(self, address, guard):
+        """Return a float by every thread whose guard is not 0, zero by the others."""
+        return self._load(np.float32, 1, address, guard)[0]
+
+    def _load(self, dtype, n, address, guard):
+        memory, offset = self._bytes(address)
+        do = self.full(guard) != 0
+        assert (offset[do] % (4 * n) == 0).all(), f"not aligned to {4 * n} bytes"
+        data = np.zeros((self.threads, 4 * n), np.uint8)
+        data[do] = memory[offset[do][:, None] + np.arange(4 * n)]
+        return tuple(data.view(dtype).T)
 
     def store_b32(self, address, value, guard):
         """Store 32 bits by every thread whose guard is not 0."""
@@ -229,7 +280,9 @@ def to_bf16(x):
     return np.where(np.isnan(x), 0x7FC0, rounded).astype(np.uint32)
 
 
-def attention(q, k, v, *, half="float16", scale=None, causal=False, blocks=(32, 16, 2, True)):
+def attention(
+    q, k, v, *, half="float16", scale=None, causal=False, blocks=(32, 16, 2, True), tiles=None
+):  # fmt: skip
     """Return o, lse and the counts of the `tensor_core` kernel, emulated block by block.
 
     Parameters
@@ -242,6 +295,8 @@ def attention(q, k, v, *, half="float16", scale=None, causal=False, blocks=(32, 
         As in `flashref.cuda.flash_attention_2`.
     blocks : tuple
         (BR, BC, warps, Q in registers), as in `tensor_core.BLOCKS`.
+    tiles : BlockMask, optional
+        Which tiles are there; all if None.
 
     Returns
     -------
@@ -250,35 +305,75 @@ def attention(q, k, v, *, half="float16", scale=None, causal=False, blocks=(32, 
     counts : dict
         Summed over blocks; "rows on one bank" is the worst case, 1 where nothing collides.
     """
-    from flashref.cuda import tensor_core
-
-    (batch, heads, n_q, d), (_, _, n_k, d_v) = q.shape, v.shape
-    o = np.full((batch, heads, n_q, d_v), 0xFFFF, np.uint16)  # NaNs: what is not written shows
-    lse = np.full((batch, heads, n_q), np.nan, np.float32)
-    scale = d**-0.5 if scale is None else scale
-    offset = {True: n_k - n_q, "top-left": 0, False: n_k}[causal]
-    run = _Run(tensor_core, half, blocks)
-    with mock.patch.object(tensor_core, "forward_kernel", run.kernel):
-        tensor_core.forward(run, q, k, v, o, lse, scale, offset)
+    o, lse = _unwritten((*q.shape[:3], v.shape[3])), np.full(q.shape[:3], np.nan, np.float32)
+    run = _Run(half, blocks, tiles)
+    run.rung("forward", q, k, v, o, lse, *_rules(q, k, scale, causal))
     return o, lse, run.counts
 
 
+def attention_backward(
+    do, q, k, v, o, lse, *, half="float16", scale=None, causal=False, blocks=None, tiles=None
+):  # fmt: skip
+    """Return dq, dk, dv and the counts of the backward kernels, emulated block by block.
+
+    Parameters
+    ----------
+    do, q, k, v, o : uint16 arrays (batch, heads, n, d)
+        C-contiguous; the bits of float16 or bfloat16 numbers.
+    lse : float32 array (batch, heads, n_q)
+        From the forward pass, like o.
+    half, scale, causal, tiles
+        As in `attention`.
+    blocks : dict, optional
+        "keys" and "queries": what each pass has in `tensor_core_backward.KEYS` and `.QUERIES`.
+
+    Returns
+    -------
+    dq, dk, dv : uint16 arrays of the shapes of q, k, v
+    counts : dict
+        As in `attention`.
+    """
+    blocks = blocks or {"keys": (32, 16, 2, True), "queries": (32, 16, 2, True)}
+    results = [_unwritten(x.shape) for x in (q, k, v)]
+    run = _Run(half, blocks, tiles)
+    run.rung("backward", do, q, k, v, o, lse, *results, *_rules(q, k, scale, causal))
+    return *results, run.counts
+
+
+def _unwritten(shape):
+    return np.full(shape, 0xFFFF, np.uint16)  # NaNs: what is not written shows
+
+
+def _rules(q, k, scale, causal):
+    """Return what the kernels get: the scale, and the offset of the last visible key."""
+    n_q, n_k = q.shape[2], k.shape[2]
+    offset = {True: n_k - n_q, "top-left": 0, False: n_k}[causal]
+    return q.shape[3] ** -0.5 if scale is None else scale, offset
+
+
 class _Run:
-    """What a rung's `forward` gets as `run`: it emulates where the real one launches."""
+    """What a rung gets as `run`: it emulates where the real one launches."""
 
-    def __init__(self, module, half, blocks):
-        self.module, self.dtype, self.blocks, self.counts = module, half, blocks, {}
+    def __init__(self, half, blocks, tiles):
+        self.dtype, self.blocks, self.tiles, self.counts = half, blocks, tiles, {}
 
-    def kernel(self, D, half, BR, BC, warps, q_in_registers):
-        """Return what `forward_kernel` would, but for the function, which each block builds."""
-        return types.SimpleNamespace(
-            threads=32 * warps,
-            shared_bytes=self.module.shared_bytes(D, BR, BC),
-            rows=BR,
-            build=functools.partial(
-                self.module.forward_function, D, half, BR, BC, warps, q_in_registers
-            ),
-        )
+    def rung(self, direction, *arguments):
+        """Call `forward` or `backward` of the rung, with kernels that are built when they run."""
+        from flashref.cuda import tensor_core, tensor_core_backward
+
+        module = tensor_core if direction == "forward" else tensor_core_backward
+        makers = {name: make for name, make in vars(module).items() if name.endswith("_kernel")}
+        lazy = {name: functools.partial(_lazy, make.__wrapped__) for name, make in makers.items()}
+        with mock.patch.multiple(module, **lazy):
+            getattr(module, direction)(self, *arguments)
+
+    def empty(self, shape):
+        """Return a float32 array for the rung's own use."""
+        return np.full(shape, np.nan, np.float32)
+
+    def lists(self, own, rows):
+        """Return the lists of tiles."""
+        return *self.tiles.lists(own, rows), self.tiles.blocks(own)[0]
 
     def first_that_fits(self, kernels):
         """Return the first kernel: NumPy has memory enough."""
@@ -286,24 +381,43 @@ class _Run:
 
     def __call__(self, kernel, grid, *arguments):
         """Run the blocks of a launch one after the other."""
+        arguments = [np.float32(x) if isinstance(x, float) else x for x in arguments]
         for index in np.ndindex(*grid):
             block = Block(kernel.threads, kernel.shared_bytes)
-            with _in_place_of(self.module, block, index, grid):
-                kernel.build(inline=lambda function: function)(*arguments)
+            with _in_place_of_numba(block, index, grid):
+                kernel.build().function(*arguments)
             for name, n in block.count.items():
                 seen = self.counts.get(name, 0)
                 self.counts[name] = max(seen, n) if name == "rows on one bank" else seen + n
 
 
+def _lazy(make, *arguments):
+    """Return a kernel's numbers, and `build`, which makes it of what its module then holds."""
+    with _in_place_of_numba(None, (0, 0, 0), (1, 1, 1)):
+        kernel = make(*arguments)
+    return types.SimpleNamespace(
+        threads=kernel.threads, shared_bytes=kernel.shared_bytes, rows=kernel.rows,
+        columns=kernel.columns, build=functools.partial(make, *arguments),
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
-def _in_place_of(module, block, index, grid):
-    """Let the module's kernel find the emulator where it looks for numba and PTX."""
+def _in_place_of_numba(block, index, grid):
+    """Let the modules with kernels find the emulator where they look for numba and PTX."""
+    from flashref.cuda import fragments, ptx, tensor_core, tensor_core_backward
 
     def cast(dtype):
         return lambda x: np.asarray(x).astype(dtype)[()]
 
     casts = {"int32": np.int64, "int64": np.int64, "uint32": np.uint32, "uint64": np.uint64}
     names = {name: cast(dtype) for name, dtype in casts.items()}
-    names |= {"float32": cast(np.float32), "ptx": block, "cuda": block.cuda(index, grid)}
-    with mock.patch.multiple(module, **names), np.errstate(all="ignore"):
+    names |= {"float32": cast(np.float32), "inline": lambda function: function}
+    names |= {"ptx": ptx, "cuda": None}
+    if block is not None:
+        names |= {"ptx": block, "cuda": block.cuda(index, grid)}
+    with contextlib.ExitStack() as stack:
+        for module in (fragments, tensor_core, tensor_core_backward):
+            here = {name: x for name, x in names.items() if hasattr(module, name)}
+            stack.enter_context(mock.patch.multiple(module, **here))
+        stack.enter_context(np.errstate(all="ignore"))
         yield

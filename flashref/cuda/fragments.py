@@ -8,11 +8,14 @@ accumulates. Its two products are `rows_by_rows`, C = A Bᵀ over the columns of
 fragments side by side are an A fragment, so nothing leaves the registers. `ptx` has the layouts.
 """
 
+import math
 import types
 
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from flashref.cuda import ptx
+
+LOG2_E = math.log2(math.e)  # softmax works with 2^x
 
 
 def row_bytes(D):
@@ -168,9 +171,10 @@ def tile_functions(D, half, MT, WARPS, inline):
         """Return this block's number along the rows, its head and its batch element: `grid_of`."""
         if long_first:
             h, b = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y)
-            block = int32(cuda.blockIdx.z)
             if last_is_long:
-                block = int32(cuda.gridDim.z) - 1 - block
+                block = int32(cuda.gridDim.z) - 1 - int32(cuda.blockIdx.z)
+            else:
+                block = int32(cuda.blockIdx.z)
         else:
             block, h, b = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         return block, h, b

@@ -18,6 +18,7 @@ from typing import Any
 
 from flashref.cuda import arrays, device
 from flashref.cuda.arrays import View
+from flashref.cuda.block_mask import BlockMask
 from flashref.cuda.device import GpuError
 from flashref.heads import Options, check_heads, check_rules
 
@@ -38,7 +39,7 @@ RUNGS = {  # slowest first
     "registers": (("float32",), (0, 0), 128, True),
     "tensor_core": (HALVES, (8, 0), 128, True),
 }
-BACKWARD = ("tiled",)
+BACKWARD = ("tiled", "tensor_core")
 STATIC_SHARED = 48 * 1024  # what a block gets without asking
 MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -73,11 +74,17 @@ class Run:
     library: Any
     dtype: str = "float32"
     shared_limit: int = STATIC_SHARED
-    blocks: tuple | None = None  # a rung's own block sizes, in place of its choice
+    blocks: Any = None  # a rung's own block sizes, in place of its choice
+    tiles: BlockMask | None = None  # which tiles are there; None is all
 
     def empty(self, shape):
         """Return a float32 array for the rung's own use."""
         return self.library.view_of_new(self.library.empty(shape, "float32"), len(shape))
+
+    def lists(self, own, rows):
+        """Return what a kernel takes for its TILE_LISTS: see `BlockMask.lists`."""
+        on_card = _uploaded(_current().id, self.tiles.lists(own, rows))
+        return *on_card, self.tiles.blocks(own)[0]
 
     def first_that_fits(self, kernels):
         """Return the first kernel whose shared memory this card can give to a block."""
@@ -103,6 +110,12 @@ class Run:
         self.first_that_fits([kernel])
         launch = _compiled(kernel, None if device.simulated() else _current().id)
         launch(grid, self.library.stream, values)
+
+
+@functools.lru_cache(64)
+def _uploaded(device_id, lists):
+    """Return lists of tiles on the card; a mask that comes again finds them there."""
+    return tuple(cuda.to_device(x) for x in lists)
 
 
 @functools.cache
@@ -210,7 +223,7 @@ def inline(function):
     return cuda.jit(device=True, fastmath=True)(function)
 
 
-# -- the two public functions ---------------------------------------------------------------------
+# -- the public functions -------------------------------------------------------------------------
 def forward(q, k, v, scale, causal, return_lse, kernel, blocks=None):
     """Answer `flashref.cuda.flash_attention_2`; `blocks` replaces the rung's own choice."""
     call = _Call({"q": q, "k": k, "v": v}, scale, causal, kernel, tuple(RUNGS))
@@ -221,17 +234,30 @@ def forward(q, k, v, scale, causal, return_lse, kernel, blocks=None):
 def backward(do, q, k, v, o, lse, scale, causal, kernel, blocks=None):
     """Answer `flashref.cuda.flash_attention_2_backward`."""
     named = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
-    call = _Call(named, scale, causal, kernel, BACKWARD)
-    for name, shape in (("do", call.o_shape), ("o", call.o_shape), ("lse", call.o_shape[:-1])):
-        if call.of[name].shape != shape:
-            raise ValueError(f"{name} has shape {call.of[name].shape}; q and v ask for {shape}")
-    return call.run("backward", tuple(named), [call.of[name].shape for name in "qkv"], blocks)
+    return _Call(named, scale, causal, kernel, BACKWARD).run_backward(blocks)
+
+
+def sparse_forward(q, k, v, block_mask, block_q, block_k, scale, causal, return_lse):
+    """Answer `flashref.cuda.block_sparse_attention`."""
+    mask = block_mask, block_q, block_k
+    call = _Call({"q": q, "k": k, "v": v}, scale, causal, *_SPARSE, mask)
+    o, lse = call.run("forward", ("q", "k", "v"), (call.o_shape, call.o_shape[:-1]), None)
+    return (o, lse) if return_lse else o
+
+
+def sparse_backward(do, q, k, v, o, lse, block_mask, block_q, block_k, scale, causal):
+    """Answer `flashref.cuda.block_sparse_attention_backward`."""
+    named = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
+    return _Call(named, scale, causal, *_SPARSE, (block_mask, block_q, block_k)).run_backward(None)
+
+
+_SPARSE = "tensor_core", ("tensor_core",)  # the only rung that reads a block mask
 
 
 class _Call:
     """The checked arguments of a call, where they lie, and the way home."""
 
-    def __init__(self, named, scale, causal, kernel, rungs):
+    def __init__(self, named, scale, causal, kernel, rungs, mask=None):
         self.library = arrays.library_of(named)
         self.of = {name: self.library.describe(name, x) for name, x in named.items()}
         q, k, v = (self.of[name] for name in "qkv")
@@ -244,6 +270,10 @@ class _Call:
         options = Options(scale, causal, None, None, None, None, None, 0.0, None, None)
         rules = check_rules(options, q.shape[-1])
         self.scale, self.causal = rules["scale"], rules["causal"]
+        for name, shape in (("do", self.o_shape), ("o", self.o_shape), ("lse", self.o_shape[:-1])):
+            if name in named and self.of[name].shape != shape:
+                raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
+        self.tiles = None if mask is None else BlockMask(*mask, self.n_q, self.n_k)
         self.rung = _choose_rung(kernel, rungs, self.of)
         if device.simulated() and self.rung == "tensor_core":
             raise GpuError(
@@ -254,6 +284,11 @@ class _Call:
             _check_card(self.rung)
             if self.library.device and _current().id != self.library.device:
                 cuda.select_device(self.library.device)  # its primary context: libraries share it
+
+    def run_backward(self, blocks):
+        """Return dq, dk, dv."""
+        shapes = [self.of[name].shape for name in "qkv"]
+        return self.run("backward", ("do", "q", "k", "v", "o", "lse"), shapes, blocks)
 
     def run(self, direction, names, shapes, blocks):
         """Run the rung on the named inputs; return new arrays of the given shapes."""
@@ -271,7 +306,7 @@ class _Call:
             offset = {True: self.n_k - self.n_q, "top-left": 0, False: self.n_k}[self.causal]
             limit = 2**31 if device.simulated() else device.shared_limit(_current())
             rung = importlib.import_module(f"flashref.cuda.{self.rung}")
-            run = Run(self.library, self.of["q"].dtype, limit, blocks)
+            run = Run(self.library, self.of["q"].dtype, limit, blocks, self.tiles)
             getattr(rung, direction)(run, *inputs, *outputs, self.scale, offset)
         return tuple(self.library.home(x, self.of["q"]) for x in results)
 
@@ -289,19 +324,23 @@ def _choose_rung(kernel, rungs, of):
     if not fitting:
         what = "; ".join(f"{rung} takes {' or '.join(RUNGS[rung][0])}" for rung in candidates)
         raise TypeError(f"the arrays are {shown}; {what}")
-    objections = {rung: _objection(rung, of["q"], of["k"], of["v"]) for rung in fitting}
+    objections = {rung: _objection(rung, of) for rung in fitting}
     for rung, objection in objections.items():
         if objection is None:
             return rung
     raise ValueError("; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items()))
 
 
-def _objection(rung, q, k, v):
+def _objection(rung, of):
     """Return why a rung cannot take arrays of this shape and layout, or None."""
     _, _, most, by_16_bytes = RUNGS[rung]
+    q, v = of["q"], of["v"]
     if max(q.shape[-1], v.shape[-1]) > most:
         return f"takes at most {most} columns; these are q {q.shape}, v {v.shape}"
-    for name, x in (("q", q), ("k", k), ("v", v)) if by_16_bytes else ():
+    for name in ("q", "k", "v", "do", "o") if by_16_bytes else ():
+        if name not in of:
+            continue
+        x = of[name]
         itemsize = 4 if x.dtype == "float32" else 2
         if x.shape[-1] * itemsize % 16:
             return (

@@ -90,6 +90,18 @@ def _pack(half):
 mma_f16, mma_bf16 = _mma("f16"), _mma("bf16")
 pack_f16, pack_bf16 = _pack("f16"), _pack("bf16")
 
+# two halves of a register as floats: unpack(pair) -> (low, high)
+unpack_f16 = instruction(
+    "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.f32.f16 $0, a; cvt.f32.f16 $1, b; }",
+    [U32],
+    [F32] * 2,
+)
+unpack_bf16 = instruction(  # the upper half of a float is a bfloat16
+    "{ .reg .b32 a; shl.b32 a, $2, 16; mov.b32 $0, a; and.b32 a, $2, 0xffff0000; mov.b32 $1, a; }",
+    [U32],
+    [F32] * 2,
+)
+
 # -- shared memory: ldmatrix(address) -> (r0, r1, r2, r3) -----------------------------------------
 ldmatrix = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", [U32], [U32] * 4, True
@@ -97,12 +109,41 @@ ldmatrix = instruction(
 ldmatrix_trans = instruction(
     "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {$0,$1,$2,$3}, [$4];", [U32], [U32] * 4, True
 )
+# 16 bytes, aligned: load_shared4(address) -> four floats
+load_shared4 = instruction("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", [U32], [F32] * 4, True)
 
 # -- asynchronous copies from device to shared memory: copy16(to, from, bytes) --------------------
 # 16 bytes are written, `bytes` of them read (16, or 0 for zeros): nothing waits until `copy_wait`
 copy16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", [U32, U64, U32], (), True)
+# the same with 8 bytes, for threads whose guard is not 0: copy8(to, from, bytes, do_it)
+copy8 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.ca.shared.global [$0], [$1], 8, $2; }",
+    [U32, U64, U32, I32],
+    (),
+    True,
+)
 copy_commit = instruction("cp.async.commit_group;", touches_memory=True)
 copy_wait = instruction("cp.async.wait_group 0;", touches_memory=True)  # for all groups so far
+
+
+# -- loads with a guard, else zeros: load(address, do_it) -> numbers ------------------------------
+def _guarded_load(kind, vector):
+    """Load a vector of 32-bit numbers, aligned to its size."""
+    outputs = [f"${i}" for i in range(vector)]
+    several = f".v{vector}" if vector > 1 else ""
+    zeros = " ".join(f"mov.b32 {x}, 0;" for x in outputs)
+    return instruction(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${vector + 1}, 0; {zeros} "
+        f"@p ld.global{several}.{kind} {'{' + ','.join(outputs) + '}' if several else '$0'}, "
+        f"[${vector}]; }}",
+        [U64, I32],
+        [U32 if kind == "b32" else F32] * vector,
+        True,
+    )
+
+
+load_b32x4, load_f32x2 = _guarded_load("b32", 4), _guarded_load("f32", 2)
+load_f32 = _guarded_load("f32", 1)
 
 # -- stores with a guard: store(address, value, do_it) --------------------------------------------
 _GUARDED = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.%s [$0], $1; }"

@@ -7,8 +7,8 @@ kernel for each gradient, so that the sums have one order and a thread holds one
 What it costs: 148 registers a thread at D = 64, 212 at D = 128, of which D are O; and
 T (D + 1) + 2 B D + B T floats of shared memory: 41 kB and 35 kB, within the 48 KiB that need no
 asking.
-What is bad about it: every multiply-add reads one number of Q_i or V_j and one of K_j or S_i from
-shared memory, which delivers 32 numbers per clock where the cores could use 256. And the backward
+What is bad about it: a multiply-add of Q_i K_jᵀ reads two numbers from shared memory, one of P V_j
+reads one, and shared memory delivers 32 per clock where the cores could use 256. And the backward
 computes S three times, once for each gradient.
 """
 

@@ -93,7 +93,8 @@ def wrong_command(line, top):
         return _wrong_options(words)
     if program == "pip":
         return _wrong_requirements(words, top)
-    known = ("pytest", "jupyter", "jupytext", "ruff", "venv", "flashref.tests.notebooks")
+    known = ("pytest", "jupyter", "jupytext", "ruff", "venv")
+    known += ("flashref.tests.notebooks", "flashref.tests.matrix")
     return None if program in (*known, *ELSEWHERE) else f"nobody has said what {program} is"
 
 

@@ -1,17 +1,20 @@
 """The repository: what it holds, that nothing leads nowhere, and what `pip install` makes of it."""
 
 import ast
+import email
 import json
 import os
 import re
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 import flashref
 
@@ -175,21 +178,67 @@ def test_the_version_is_the_changelogs(repository):
     assert re.search(r"^## (\S+)", text, re.M)[1] == flashref.__version__
 
 
-def test_the_wheel_is_pure_python_with_tests_and_data(repository, tmp_path):
-    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(command, cwd=repository, check=True, capture_output=True, timeout=120)
-    (wheel,) = tmp_path.iterdir()
+@pytest.fixture(scope="module")
+def archive(repository, tmp_path_factory):
+    """Return the folder that the source archive unpacks to."""
+    folder = tmp_path_factory.mktemp("archive")
+    build(repository, "sdist", folder)
+    (path,) = folder.iterdir()
+    careful = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # from Python 3.11.4
+    with tarfile.open(path) as tar:
+        tar.extractall(folder, **careful)
+    return folder / path.name.removesuffix(".tar.gz")
+
+
+@pytest.fixture(scope="module")
+def wheel(archive, tmp_path_factory):
+    """Return the wheel, made of the archive as `pip install` makes it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build(archive, "wheel", folder)
+    (path,) = folder.iterdir()
+    return path
+
+
+def build(source, target, folder):
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
+
+
+def test_the_archive_holds_the_repository(archive, repository, files):
+    missing = [path for path in files if not (archive / path.relative_to(repository)).is_file()]
+    assert not missing
+
+
+def test_the_wheel_is_pure_python_with_tests_and_data(wheel, repository):
     assert wheel.name.endswith("-py3-none-any.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
+    assert wheel.stat().st_size < 4 * 2**20
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
     package = repository / "flashref"
     want = {
-        str(path.relative_to(repository))
+        path.relative_to(repository).as_posix()
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert {name for name in names if name.startswith("flashref/")} == want
-    assert any(name.endswith("licenses/LICENSE") for name in names)
+    info = f"flashref-{flashref.__version__}.dist-info/"
+    assert {name for name in names if not name.startswith(info)} == want
+    licenses = ("licenses/LICENSE", "licenses/flashref/data/LICENSE-Apache-2.0.txt")
+    assert names > {info + name for name in licenses}
+
+
+@pytest.mark.parametrize("system", ["emscripten", "linux", "darwin", "win32"])
+def test_only_a_browser_goes_without_numba(wheel, system):
+    with zipfile.ZipFile(wheel) as opened:
+        (name,) = [name for name in opened.namelist() if name.endswith("/METADATA")]
+        metadata = email.message_from_bytes(opened.read(name))
+    there = {"sys_platform": system, "extra": ""}
+    needed = {
+        requirement.name
+        for requirement in map(Requirement, metadata.get_all("Requires-Dist"))
+        if not requirement.marker or requirement.marker.evaluate(there)
+    }
+    everywhere = {"numpy", "threadpoolctl"}
+    assert needed == (everywhere if system == "emscripten" else everywhere | {"numba"})
 
 
 @pytest.fixture(scope="module")

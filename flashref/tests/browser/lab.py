@@ -170,7 +170,7 @@ class Widget:
 
     def __init__(self, page, root):
         self.page, self.root = page, root.first
-        self.root.locator("img").wait_for()
+        self.root.locator("img").wait_for(timeout=60_000)
 
     @property
     def text(self):

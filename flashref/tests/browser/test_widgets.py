@@ -157,19 +157,26 @@ def test_tile_stepper_plays_and_pauses_in_lesson_08(reader):
     pair = Pair(widget, widgets.tile_stepper(compare=True, step=2))
     widget.choose("causal", "bottom-right")
     pair.set(causal=True)
+    for name in ("B_r (queries)", "B_c (keys)"):  # 16 tiles: time enough to pause on the way
+        widget.press(name, "ArrowLeft")
+    pair.set(block_q=1, block_k=1)
     widget.press("step (tiles)", "Home")
     pair.set(step=0)
     widget.button("Play").focus()
     reader.page.keyboard.press("Enter")
-    pair.set(step=1)
+    widget.root.get_by_text("after step 1.").wait_for()
     widget.button("Pause").click()
     widget.button("Play").wait_for()
-    reader.page.wait_for_timeout(500)  # what was under way arrives
+    reader.page.wait_for_timeout(1000)  # what was under way arrives
     paused = widget.text
     reader.page.wait_for_timeout(2000)
-    assert widget.text == paused
+    assert widget.text == paused and "after step 16." not in paused
+    widget.drag("step (tiles)", 1)
+    pair.set(step=16)
+    widget.press("step (tiles)", "ArrowLeft")
+    pair.set(step=15)
     widget.button("Play").click()
-    pair.set(step=4)
+    pair.set(step=16)
     widget.button("Play").wait_for()  # at the end it stops of itself
 
 

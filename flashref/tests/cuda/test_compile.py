@@ -24,13 +24,16 @@ import numba.cuda.dispatcher
 from numba import cuda
 from numba import types as numba_types
 
-from flashref.cuda import naive, registers, tensor_core, tiled
+from flashref.cuda import naive, registers, tensor_core, tensor_core_backward, tiled
 
 CARDS = ((8, 0), (9, 0))
 SHARED_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
 SPILLED_BYTES = 128  # a thread may keep this much outside its registers: values not in inner loops
 
 TC = tensor_core.forward_kernel
+KEYS, QUERIES = tensor_core_backward.keys_kernel, tensor_core_backward.queries_kernel
+BLOCKS = {"forward": tensor_core.BLOCKS, "keys": tensor_core_backward.KEYS}
+BLOCKS["queries"] = tensor_core_backward.QUERIES
 KERNELS = {
     "naive scores": naive.SCORES,
     "naive softmax": naive.SOFTMAX,
@@ -46,8 +49,21 @@ KERNELS = {
     "tensor_core 64": TC(64, "float16", *tensor_core.BLOCKS[64][0]),
     "tensor_core 128": TC(128, "float16", *tensor_core.BLOCKS[128][0]),
     "tensor_core bfloat16": TC(32, "bfloat16", *tensor_core.BLOCKS[64][2]),
+    "sparse 64": TC(64, "float16", *tensor_core.BLOCKS[64][0], True),
+    "sparse 128": TC(128, "float16", *tensor_core.BLOCKS[128][0], True),
+    "numbers 64": tensor_core_backward.numbers_kernel(64, "float16"),
+    "numbers bf16": tensor_core_backward.numbers_kernel(128, "bfloat16"),
+    "keys 64": KEYS(64, "float16", *BLOCKS["keys"][64][0]),
+    "keys 128": KEYS(128, "float16", *BLOCKS["keys"][128][0]),
+    "keys bfloat16": KEYS(32, "bfloat16", *BLOCKS["keys"][64][2]),
+    "keys sparse 128": KEYS(128, "float16", *BLOCKS["keys"][128][0], True),
+    "queries 64": QUERIES(64, "float16", *BLOCKS["queries"][64][0]),
+    "queries 128": QUERIES(128, "float16", *BLOCKS["queries"][128][0]),
+    "queries bfloat16": QUERIES(32, "bfloat16", *BLOCKS["queries"][64][2]),
+    "queries sparse 128": QUERIES(128, "float16", *BLOCKS["queries"][128][0], True),
 }
-NO_SPILLS = {(9, 0): {name for name in KERNELS if name != "tensor_core 128"}}  # measured fastest so
+SPILLING = {"tensor_core 128", "sparse 128", "keys sparse 128"}  # the first measured fastest so
+NO_SPILLS = {(9, 0): set(KERNELS) - SPILLING}
 
 
 @functools.cache
@@ -81,6 +97,7 @@ def test_ptx(name, card):
     assert ".f64" not in ptx, "float64 arithmetic"
     assert KERNELS[name].shared_bytes <= SHARED_LIMIT[card]
     assert (".bf16" in ptx) == ("bfloat16" in name)
+    assert ("cvt.f32.f16" in ptx) == (name == "numbers 64")  # bf16 needs only a shift
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -111,6 +128,31 @@ def test_the_inner_loops_are_what_they_should_be():
     assert tensor.count("ex2.approx") == 2 * (64 // 8) * 4 + 4  # S, and a correction for each row
     assert tensor.count("ldmatrix") == 8 + 16 + 16  # Q once; K and V for each tile
     assert ptx_of("registers 64", (9, 0)).count("ld.shared.v4.f32") >= 2 * 16
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_the_inner_loops_of_the_backward_are_what_they_should_be(D):
+    """4 and 3 products; one exponential for each score; P and dS never leave the registers."""
+    for own, products in (("keys", 4), ("queries", 3)):
+        ptx, (rows, others, warps, _) = ptx_of(f"{own} {D}", (9, 0)), BLOCKS[own][D][0]
+        scores = rows * others // (32 * warps)  # of a thread
+        assert ptx.count("mma.sync") == products * scores // 4 * D // 16
+        assert ptx.count("ex2.approx") == scores
+        a = 2 * D // 16 * rows // (16 * warps)  # K, V or Q, dO: once, or for each tile
+        assert ptx.count("ldmatrix") == a + products * others // 16 * D // 16
+        assert ptx.count("ldmatrix") - ptx.count(".trans") == a + 2 * others // 16 * D // 16
+        assert ptx.count("movmatrix") == ptx.count("st.shared") == 0
+        assert ptx.count("ld.shared.v4.f32") == (others // 8 if own == "keys" else 0)
+
+
+def test_every_block_size_fits_the_cards():
+    """The first fits a block of both; the last fits what any card of compute capability 8.0 has."""
+    make = {"forward": TC, "keys": KEYS, "queries": QUERIES}
+    for name, table in BLOCKS.items():
+        for D, options in table.items():
+            sizes = [make[name](D, "float16", *x).shared_bytes for x in options]
+            assert sizes == sorted(sizes, reverse=True)
+            assert sizes[0] <= min(SHARED_LIMIT.values()) and sizes[-1] <= 99 * 1024
 
 
 def test_the_checks_can_fail():

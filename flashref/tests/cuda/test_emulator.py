@@ -5,7 +5,6 @@ The answers come from `flashref.standard_attention` in float64 on the same round
 
 import importlib.util
 import inspect
-import types
 
 import numpy as np
 import pytest
@@ -14,24 +13,11 @@ import flashref
 
 pytest.importorskip("numba", reason="the GPU kernels are Numba's")
 
-from flashref.cuda import emulator, ptx, tensor_core
+from flashref.cuda import emulator, fragments, ptx, tensor_core, tensor_core_backward
+from flashref.tests.cuda.emulated import decode, encode, wound
 
 SMALL = (32, 16, 2, True)  # queries, keys, warps, Q in registers
 WIDE = (64, 16, 4, False)  # more than 64 columns
-
-
-def encode(x, half):
-    return (
-        x.astype(np.float16).view(np.uint16)
-        if half == "float16"
-        else (emulator.to_bf16(x).astype(np.uint16))
-    )
-
-
-def decode(bits, half):
-    if half == "float16":
-        return bits.view(np.float16).astype(np.float64)
-    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 def case(n_q=32, n_k=32, d=64, d_v=None, heads=(2, 1), half="float16", seed=0, **options):
@@ -114,53 +100,39 @@ def test_causal_skips_what_nobody_sees():
     assert causal["mma"] * 8 == dense["mma"] * 6
 
 
-def wounded(healthy, broken):
-    """Return the module with a change in its source."""
-    source = inspect.getsource(tensor_core)
-    assert healthy in source, f"stale sabotage, not in the source: {healthy}"
-    module = types.ModuleType("flashref.cuda.tensor_core")
-    exec(compile(source.replace(healthy, broken), tensor_core.__file__, "exec"), module.__dict__)
-    return module
-
-
 SYNC = "cuda.syncthreads()"
 
 
 @pytest.mark.parametrize(
-    "healthy, broken, error",
+    "module, healthy, broken, error",
     [
-        (f"done with the last one\n            {SYNC}", "done", emulator.Race),
-        (f"ptx.copy_wait()\n        {SYNC}", "ptx.copy_wait()", emulator.Race),
-        ("ptx.copy_wait()  #", "pass  #", AssertionError),  # the tile is not there yet
-        ("(chunk ^ (r & 7)) << 4", "chunk << 4", AssertionError),  # one side without the swizzle
-        ("ptx.ldmatrix_trans(", "ptx.ldmatrix(", AssertionError),
-        ("if start + BC > full:", "if False:", AssertionError),
-        ("l[row] * correction + total", "l[row] + total", AssertionError),
-        ("O[x] *= correction", "pass", AssertionError),
-        ("if negative:", "if False:", AssertionError),
-        ("(start // BC & 1) * (2 * TILE)", "0", (AssertionError, ValueError)),  # one buffer for two
-        ("* float32(LN_2)", "", AssertionError),
+        ("tensor_core", f"done with the last one\n            {SYNC}", "done", emulator.Race),
+        ("tensor_core", f"ptx.copy_wait()\n        {SYNC}", "ptx.copy_wait()", emulator.Race),
+        ("tensor_core", "ptx.copy_wait()  #", "pass  #", AssertionError),  # it is not there yet
+        ("fragments", "(chunk ^ (r & 7)) << 4", "chunk << 4", AssertionError),  # one side only
+        ("fragments", "ptx.ldmatrix_trans(", "ptx.ldmatrix(", AssertionError),
+        ("tensor_core", "if start + BC > full:", "if False:", AssertionError),
+        ("tensor_core", "l[row] * correction + total", "l[row] + total", AssertionError),
+        ("tensor_core", "O[x] *= correction", "pass", AssertionError),
+        ("tensor_core", "if negative:", "if False:", AssertionError),
+        ("tensor_core", "(n // NEXT & 1) * (2 * TILE)", "0",  # one buffer for two
+         (AssertionError, ValueError)),
+        ("tensor_core", "* float32(LN_2)", "", AssertionError),
     ],
 )  # fmt: skip
-def test_what_is_broken_is_seen(healthy, broken, error, monkeypatch):
-    monkeypatch.setattr(flashref.cuda, "tensor_core", wounded(healthy, broken))
-    monkeypatch.setitem(
-        __import__("sys").modules, "flashref.cuda.tensor_core", flashref.cuda.tensor_core
-    )
+def test_what_is_broken_is_seen(module, healthy, broken, error, monkeypatch):
+    wound(monkeypatch, module, (healthy, broken))
     with pytest.raises(error):
         found = case(45, 50, causal=True, scale=-0.3, blocks=SMALL)
         assert found[0] <= 1e-3 and found[1] <= 1e-5
 
 
 def test_without_the_swizzle_eight_rows_meet_on_one_bank(monkeypatch):
-    plain = wounded("(chunk ^ (r & 7)) << 4", "chunk << 4")
-    source = "return uint32(tile + row * ROW), uint32((odd ^ (row & 7)) << 4)"
-    text = inspect.getsource(tensor_core).replace("(chunk ^ (r & 7)) << 4", "chunk << 4")
-    assert source in text
-    text = text.replace(source, "return uint32(tile + row * ROW), uint32(odd << 4)")
-    exec(compile(text, tensor_core.__file__, "exec"), plain.__dict__)
-    monkeypatch.setattr(flashref.cuda, "tensor_core", plain)
-    monkeypatch.setitem(__import__("sys").modules, "flashref.cuda.tensor_core", plain)
+    both_sides = (
+        ("(chunk ^ (r & 7)) << 4", "chunk << 4"),
+        ("uint32((odd ^ (row & 7)) << 4)", "uint32(odd << 4)"),
+    )
+    wound(monkeypatch, "fragments", *both_sides)
     error, _, counts = case(blocks=SMALL)
     assert error <= 1e-3, "slower, not wrong"
     assert counts["rows on one bank"] == 8
@@ -201,8 +173,7 @@ def test_bfloat16_rounds_to_nearest_even():
 
 
 def test_the_emulator_knows_every_instruction_of_tensor_core():
-    used = {name for name in tensor_core.forward_function.__code__.co_names if hasattr(ptx, name)}
-    source = inspect.getsource(tensor_core)
-    used |= {name for name in dir(ptx) if f"ptx.{name}" in source}
-    assert len(used) > 10 and used <= set(dir(emulator.Block))
+    source = "".join(map(inspect.getsource, (fragments, tensor_core, tensor_core_backward)))
+    used = {name for name in dir(ptx) if f"ptx.{name}" in source}
+    assert len(used) > 15 and used <= set(dir(emulator.Block))
     assert importlib.util.find_spec("flashref.cuda.emulator")

@@ -137,9 +137,23 @@ def test_backward_checks_what_the_forward_returned():
     x = ones(2, 4)
     with pytest.raises(TypeError, match="lse float32"):
         flashref.cuda.flash_attention_2_backward(x, x, x, x, x, ones(2, dtype=np.float64))
+    half = ones(2, 8, dtype=np.float16)
     with pytest.raises(TypeError, match="tiled takes float32"):
-        half = ones(2, 8, dtype=np.float16)
-        flashref.cuda.flash_attention_2_backward(half, half, half, half, half, ones(2))
+        flashref.cuda.flash_attention_2_backward(
+            half, half, half, half, half, ones(2), kernel="tiled"
+        )
+    with pytest.raises(ValueError, match=r"lse has shape \(3,\); q and v ask for \(2,\)"):
+        flashref.cuda.flash_attention_2_backward(half, half, half, half, half, ones(3))
+    with pytest.raises(TypeError, match="do float32, q float16"):
+        flashref.cuda.flash_attention_2_backward(ones(2, 8), half, half, half, half, ones(2))
+
+
+def test_backward_copies_do_and_o_too():
+    """Rows that start between multiples of 16 bytes are refused, on the GPU; here: told of."""
+    wide, thin = (arrays.Described(0, (2, 8), (s, 2), "float16", 0, None) for s in (16, 24))
+    of = dict.fromkeys(("q", "k", "v", "o"), wide)
+    assert launch._objection("tensor_core", of | {"do": wide}) is None
+    assert "the rows of do" in launch._objection("tensor_core", of | {"do": thin})
 
 
 class Elsewhere:

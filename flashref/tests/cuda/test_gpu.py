@@ -35,6 +35,48 @@ def test_tensor_core(n_q, n_k, d, causal):
     assert np.abs(lse[seen] - lse_gold[seen]).max(initial=0) <= 1e-4
 
 
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("d", [32, 40, 64, 96, 128])
+@pytest.mark.parametrize("n_q, n_k", [(17, 20), (113, 203), (203, 113), (257, 129)])
+def test_tensor_core_backward(n_q, n_k, d, causal):
+    rng = np.random.default_rng(0)
+    q, k, v, do = (
+        rng.standard_normal(shape).astype(np.float16)
+        for shape in ((2, 4, n_q, d), (2, 2, n_k, d), (2, 2, n_k, d), (2, 4, n_q, d))
+    )
+    o, lse = flashref.cuda.flash_attention_2(q, k, v, causal=causal, return_lse=True)
+    got = flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, causal=causal)
+    exact = (x.astype(np.float64) for x in (do, q, k, v))
+    gold = flashref.standard_attention_backward(*exact, causal=causal)
+    for x, y in zip(got, gold, strict=True):
+        assert x.dtype == np.float16
+        assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("block_q, block_k", [(64, 64), (128, 128), (128, 64)])
+def test_block_sparse(block_q, block_k, d, causal):
+    rng = np.random.default_rng(0)
+    n_q, n_k = 400, 470
+    q, k, v, do = (
+        rng.standard_normal(shape).astype(np.float16)
+        for shape in ((4, n_q, d), (2, n_k, d), (2, n_k, d), (4, n_q, d))
+    )
+    mask = rng.random((-(-n_q // block_q), -(-n_k // block_k))) < 0.4
+    mask[1] = False  # queries without tiles
+    rules = {"block_mask": mask, "block_q": block_q, "block_k": block_k, "causal": causal}
+    o, lse = flashref.cuda.block_sparse_attention(q, k, v, return_lse=True, **rules)
+    got = flashref.cuda.block_sparse_attention_backward(do, q, k, v, o, lse, **rules)
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+    o_gold, lse_gold = flashref.block_sparse_attention(*exact, return_lse=True, **rules)
+    gold = flashref.block_sparse_attention_backward(
+        do.astype(np.float64), *exact, o_gold, lse_gold, **rules
+    )
+    for x, y in zip((o, *got), (o_gold, *gold), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pytorch_tensors_are_used_where_they_lie(dtype):
     torch = pytest.importorskip("torch", reason="PyTorch's tensors")
@@ -51,6 +93,14 @@ def test_pytorch_tensors_are_used_where_they_lie(dtype):
         close = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}[dtype]
         assert o.dtype == q.dtype and o.device == q.device and lse.dtype == torch.float32
         assert (o - gold).norm() <= close * gold.norm()
+        leaves = [x.requires_grad_() for x in exact]
+        do = torch.randn_like(o)
+        expected = torch.autograd.grad(
+            torch.nn.functional.scaled_dot_product_attention(*leaves), leaves, do.double()
+        )
+        got = flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse)
+        for x, y in zip(got, expected, strict=True):
+            assert x.dtype == q.dtype and (x - y).norm() <= 2 * close * y.norm()
 
 
 def test_what_requires_grad_is_refused():

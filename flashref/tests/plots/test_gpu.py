@@ -242,12 +242,12 @@ def test_a_swizzled_row_keeps_its_chunks_and_a_column_meets_every_bank(chunks):
 
 
 def test_the_swizzle_is_the_kernels():
-    """The expressions of tensor_core for where a copy goes and where ldmatrix looks."""
+    """The expressions of the kernels for where a copy goes and where ldmatrix looks."""
     pytest.importorskip("numba", reason="the GPU kernels are Numba's")
-    from flashref.cuda import tensor_core
+    from flashref.cuda import fragments
 
     copied, toggle, read = "(chunk ^ (r & 7)) << 4", "(odd ^ (row & 7)) << 4", "(n * 32) ^ toggle"
-    source = inspect.getsource(tensor_core.forward_function)
+    source = inspect.getsource(fragments.tile_functions)
     assert copied in source and toggle in source and read in source
     places = plots.swizzle_places(True, 8)
     for row, chunk in np.ndindex(8, 8):
