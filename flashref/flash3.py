@@ -88,11 +88,13 @@ class Schedule:
 
     @property
     def length(self):
-        """Time from the first start to the last end."""
+        """Time from 0, when the first task starts, to the last end."""
         return max(task.end for task in self.intervals)
 
     def busy(self, unit):
-        """Return which share of the whole time a unit is at work, 0 to 1."""
+        """Return which share of the whole time a unit is at work, 0 to 1; see `UNITS`."""
+        units = dict.fromkeys(UNITS.values())
+        require(unit in [*units], f"{unit=} is no part of the chip; give {', '.join(units)}")
         work = sum(task.end - task.start for task in self.intervals if UNITS[task.what] == unit)
         return work / self.length if self.length else 0.0
 
@@ -121,7 +123,8 @@ def programs(kind, blocks=4):
     >>> programs("two-stage", blocks=2)["consumer"]
     [('QK', 0), ('softmax', 0), ('QK', 1), ('PV', 0), ('softmax', 1), ('PV', 1)]
     """
-    require(kind in KINDS, f"{kind=} is not known; give one of {', '.join(KINDS)}")
+    known = isinstance(kind, str) and kind in KINDS
+    require(known, f"{kind=} is not known; give one of {', '.join(map(repr, KINDS))}")
     blocks = range(count("blocks", blocks))
     if kind == "in sequence":
         return {"warpgroup": [(what, j) for j in blocks for what in ("load", *PER_BLOCK)]}
@@ -151,7 +154,8 @@ def schedule(kind, blocks=4, *, load=3, qk=2, softmax=2, pv=2, buffers=2, releas
     load, qk, softmax, pv : float
         How long each task takes, in the simulation's units of time; load is that of K_j and V_j.
     buffers : int
-        How many blocks have room in fast memory.
+        How many blocks have room in fast memory, K_j and V_j in one. (Algorithm 2 has buffers for
+        each, and hands back that of K_j as soon as S is there.)
     release : str
         After which task of a block its buffer is handed back; anything but "PV" is a mistake.
 
@@ -214,7 +218,8 @@ def simulate(programs, *, load=3, qk=2, softmax=2, pv=2, buffers=2, turns=None, 
     times = {what: _time(what.lower(), time) for what, time in times.items()}
     buffers = count("buffers", buffers)
     require(release in PER_BLOCK, f"{release=} is no task of a block; give {PER_BLOCK}")
-    require(turns in (None, "products", "program"), f"{turns=}; give 'products', 'program' or None")
+    known = turns is None or (isinstance(turns, str) and turns in ("products", "program"))
+    require(known, f"{turns=} is not known; give 'products', 'program' or None")
     programs = _check_programs(programs)
 
     after, hands_back = _waits(programs, buffers, turns, release)
@@ -238,11 +243,12 @@ def simulate(programs, *, load=3, qk=2, softmax=2, pv=2, buffers=2, turns=None, 
         intervals.append(Interval(*task, start, ends[task]))
         waiting.remove(task)
 
+    loads = [j for program in programs.values() for what, j in program if what == "load"]
     held = []
     for task in intervals:
         if task.what == "load":
             back = [ends[before] for before in hands_back.get(task.block, [])]
-            place = len(held) % buffers
+            place = loads.index(task.block) % buffers  # in the order in which `_waits` hands out
             held.append(Held(place, task.block, task.start, max([task.end, *back])))
     return Schedule(tuple(intervals), tuple(held), tuple(programs))
 
@@ -265,7 +271,8 @@ def _check_programs(programs):
     require(any(programs.values()), f"{programs=} holds no task; give lists of (what, block)")
     tasks = [(who, what, j) for who, program in programs.items() for what, j in program]
     for who, what, j in tasks:
-        require(what in UNITS, f"{who} has a task {what!r}; tasks are {', '.join(UNITS)}")
+        known = isinstance(what, str) and what in UNITS
+        require(known, f"{who} has a task {what!r}; tasks are {', '.join(UNITS)}")
         count(f"{who}: the block of {what}", j, least=0)
     loads = [j for _, what, j in tasks if what == "load"]
     require(len(set(loads)) == len(loads), f"a block is loaded twice: {loads}")
@@ -385,10 +392,9 @@ def replay(schedule, q, k, v):
     >>> [np.allclose(replay(s, x, x, x), standard_attention(x, x, x)) for s in (right, wrong)]
     [True, False]
     """
-    q, k, v = float_array("q", q), float_array("k", k), float_array("v", v)
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.ndim == 2, f"{name} has shape {x.shape}; give one head, (n, d)")
-    heads.check_heads(q, k, v)
+    if not isinstance(schedule, Schedule):
+        raise TypeError(f"{schedule=} must be a Schedule, as `schedule` and `simulate` return")
+    q, k, v = _one_head(q, k, v)
     used = {task.who for task in schedule.intervals if task.what == "QK"}
     workers = [who for who in schedule.workers if who in used]
     require(workers, "this schedule only loads; give one with a QK, a softmax and a PV")
@@ -430,6 +436,15 @@ def replay(schedule, q, k, v):
     for who in workers:
         o[rows[who]] /= state[who][1][:, None]
     return o
+
+
+def _one_head(q, k, v):
+    """Return the arrays of one head in float64; refuse other axes and what does not fit."""
+    arrays = {name: float_array(name, x) for name, x in (("q", q), ("k", k), ("v", v))}
+    for name, x in arrays.items():
+        require(x.ndim == 2, f"{name} has shape {x.shape}; give one head, (n, d)")
+    heads.check_heads(*arrays.values())
+    return [x.astype(np.float64) for x in arrays.values()]
 
 
 # The algorithm -----------------------------------------------------------------------------------
@@ -555,6 +570,11 @@ def round_e4m3(x):
     -------
     y : array of the shape and dtype of x
 
+    Raises
+    ------
+    TypeError
+        If x holds no floating-point numbers or integers.
+
     Examples
     --------
     >>> print(round_e4m3([0.3, 1.0625, 1.1875, -1000.0]).tolist())
@@ -655,8 +675,8 @@ def rotation(signs):
 
     Raises
     ------
-    ValueError
-        If a sign is none, or d is not a power of two.
+    TypeError, ValueError
+        If a sign is neither 1 nor -1, or d is not a power of two.
 
     Examples
     --------
@@ -667,7 +687,9 @@ def rotation(signs):
     signs = float_array("signs", signs)
     require(signs.ndim == 1, f"signs has shape {signs.shape}; give (d,)")
     require((np.abs(signs) == 1).all(), f"{signs=} must each be 1 or -1")
-    return signs[:, None].astype(np.float64) * hadamard(len(signs)) / np.sqrt(len(signs))
+    d = len(signs)
+    require(d > 0 and d & (d - 1) == 0, f"signs has {d} entries; {d=} must be a power of two")
+    return signs[:, None].astype(np.float64) * hadamard(d) / np.sqrt(d)
 
 
 def fp8_attention(q, k, v, *, block=None, signs=None):
@@ -696,10 +718,9 @@ def fp8_attention(q, k, v, *, block=None, signs=None):
     >>> print(standard_attention(q, k, v).round(4), fp8_attention(q, k, v).round(4))
     [[1.9294]] [[1.914]]
     """
-    q, k, v = (
-        float_array(name, x).astype(np.float64) for name, x in zip("qkv", (q, k, v), strict=True)
-    )
-    heads.check_heads(q, k, v)
+    q, k, v = _one_head(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        require(np.isfinite(x).all(), f"{name} holds NaN or inf; no scale fits them")
     if signs is not None:
         M = rotation(signs)
         require(len(M) == q.shape[1], f"signs has {len(M)} entries; q has {q.shape[1]} columns")
@@ -721,12 +742,19 @@ def outlier_inputs(rng, n=1024, d=128):
     q, k, v : float64 arrays (n, d)
         N(0, 1), and N(0, 100) added to one entry in a thousand.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If rng is no Generator, or a size is not an integer of at least 1.
+
     Examples
     --------
     >>> q, k, v = outlier_inputs(np.random.default_rng(0))
     >>> print(q.shape, f"{np.abs(q).max():.0f}")
     (1024, 128) 27
     """
+    if not isinstance(rng, np.random.Generator):
+        raise TypeError(f"{rng=} must be a numpy.random.Generator, as from default_rng(0)")
     shape = count("n", n), count("d", d)
     return tuple(
         rng.normal(size=shape) + 10 * rng.normal(size=shape) * (rng.random(shape) < 0.001)

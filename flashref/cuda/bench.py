@@ -22,10 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import flashref
+from flashref.block_sparse import random_pattern
 
 TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-BACKWARD_LENGTHS = (1024, 4096)
+BACKWARD_LENGTHS = (1024, 4096, 8192)
+SPARSE_LENGTH, SPARSE_BLOCK = 16384, 128  # of block-sparse attention, with square tiles
+SPARSE_SHARES = (1, 2, 4, 8)  # one tile in so many is there
 BURST, PAUSE = 15e-3, 20e-3  # seconds
 CAPTURED = 50e-3  # seconds: shorter launches are replayed as a CUDA graph
 SLOWEST = 2.0  # seconds that one launch may take; longer ones are left out, and named
@@ -103,6 +106,10 @@ def main(argv=None):
             print(f"bench gpu needs a GPU. {status}", file=sys.stderr)
             return 2
         results = measure(settings(args.lengths), args.rounds, args.flex)
+        if SPARSE_LENGTH in args.lengths:
+            import torch
+
+            results["block_sparse"] = measure_sparse(torch, args.rounds, results["left_out"])
     print(report(results))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -171,15 +178,7 @@ def measure_one(torch, setting, rounds, flex, runs, left_out):
             torch.cuda.empty_cache()
             continue
         calls[name] = (call, seconds, error)
-    times = {name: [] for name in calls}
-    dice = random.Random(setting.n)
-    for number in range(rounds):
-        for name in dice.sample(list(calls), len(calls)):
-            call, seconds, _ = calls[name]
-            if number < 3 or seconds < 0.1:  # of long launches, three will do
-                times[name].append(burst(torch, call, max(1, round(BURST / seconds))))
-                time.sleep(PAUSE)
-    torch.cuda.empty_cache()
+    times = in_random_order(torch, calls, rounds, random.Random(setting.n))
     for name, ms in times.items():
         speed = setting.flops / statistics.median(ms) * 1e-9
         runs.append({
@@ -189,6 +188,76 @@ def measure_one(torch, setting, rounds, flex, runs, left_out):
             "tflops": float(f"{speed:.4g}"), "ms": [round(t, 4) for t in ms],
             "error": float(f"{calls[name][2]:.2e}"),
         })  # fmt: skip
+
+
+def in_random_order(torch, calls, rounds, dice):
+    """Return the milliseconds of bursts of each call, (function, seconds of a launch, ...)."""
+    times = {name: [] for name in calls}
+    for number in range(rounds):
+        for name in dice.sample(list(calls), len(calls)):
+            call, seconds, *_ = calls[name]
+            if number < 3 or seconds < 0.1:  # of long launches, three will do
+                times[name].append(burst(torch, call, max(1, round(BURST / seconds))))
+                time.sleep(PAUSE)
+    torch.cuda.empty_cache()
+    return times
+
+
+def measure_sparse(torch, rounds, left_out):
+    """Return what block-sparse attention takes beside the dense kernel, by the share of tiles.
+
+    Each row of tiles has its own and others at random: 1, 1/2, 1/4 and 1/8 of all. `speedup` is
+    over the dense kernel of the same pass; `error` that of o, or of dq.
+    """
+    found = []
+    for d in (64, 128):
+        for backward in (False, True):
+            setting = Setting(SPARSE_LENGTH, d, causal=False, backward=backward)
+            inputs = Inputs(torch, setting)
+            calls = {}
+            for name, (make, tiles) in sparse_candidates(inputs).items():
+                try:
+                    call = make()
+                    error = inputs.error(call(), tiles)
+                    torch.cuda.synchronize()
+                    calls[name] = call, max(1e-6, 1e-3 * burst(torch, call, 1)), error
+                except Exception as trouble:
+                    text = " ".join(str(trouble).split())[:160]
+                    left_out.append(f"block-sparse, 1/{name}: {setting.title}: {text}")
+            times = in_random_order(torch, calls, rounds, random.Random(d))
+            dense = statistics.median(times["dense"]) if "dense" in times else None
+            for name, ms in times.items():
+                if name == "dense" or dense is None:
+                    continue
+                found.append({
+                    "n": setting.n, "d": d, "pass": "backward" if backward else "forward",
+                    "one_in": name, "dense_ms": round(dense, 4), "ms": [round(t, 4) for t in ms],
+                    "speedup": float(f"{dense / statistics.median(ms):.4g}"),
+                    "error": float(f"{calls[name][2]:.2e}"),
+                })  # fmt: skip
+    return found
+
+
+def sparse_candidates(inputs):
+    """Return "dense", and one tile in 1, 2, 4, 8: what makes a call, and the mask of tiles."""
+    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    t = inputs.setting.n // SPARSE_BLOCK
+
+    def dense():
+        return _ours("tensor_core", inputs)
+
+    def sparse(mask):
+        rules = {"block_mask": mask, "block_q": SPARSE_BLOCK, "block_k": SPARSE_BLOCK}
+        if not inputs.setting.backward:
+            return lambda: flashref.cuda.block_sparse_attention(q, k, v, **rules)
+        o, lse = flashref.cuda.block_sparse_attention(q, k, v, return_lse=True, **rules)
+        return lambda: flashref.cuda.block_sparse_attention_backward(do, q, k, v, o, lse, **rules)
+
+    found = {"dense": (dense, None)}
+    for one_in in SPARSE_SHARES:
+        mask = random_pattern(t, t // one_in - 1, seed=0)
+        found[one_in] = functools.partial(sparse, mask), mask
+    return found
 
 
 def burst(torch, call, launches):
@@ -235,19 +304,19 @@ class Inputs:
             for _ in range(4)
         )
 
-    def error(self, result):
-        """Return the relative error of o, or of dq, against float64."""
+    def error(self, result, tiles=None):
+        """Return the relative error of o, or of dq, against float64; tiles: a block mask."""
         got = result[0] if isinstance(result, tuple) else result
         step = max(1, self.setting.n // GOLD_ROWS)
         off = got.new_zeros((), dtype=self.torch.float64)
         size = off.clone()
         for b, h in ((0, 0), (self.setting.batch - 1, self.setting.heads - 1)):
-            gold = self.gold(b, h, step)
+            gold = self.gold(b, h, step, tiles)
             off += (got[b, h, ::step].double() - gold).square().sum()
             size += gold.square().sum()
         return float((off / size).sqrt())
 
-    def gold(self, b, h, step):
+    def gold(self, b, h, step, tiles=None):
         """Return rows 0, step, 2 step … of o of one head in float64; backward: of dq."""
         torch = self.torch
         q, k, v, do = (x[b, h].double() for x in (self.q, self.k, self.v, self.do))
@@ -256,6 +325,9 @@ class Inputs:
         s = scale * q[rows] @ k.T
         if self.setting.causal:
             s[torch.arange(self.setting.n, device="cuda") > rows[:, None]] = -torch.inf
+        if tiles is not None:
+            there = torch.as_tensor(tiles, device="cuda")[rows // SPARSE_BLOCK]
+            s[~there.repeat_interleave(SPARSE_BLOCK, 1)] = -torch.inf
         p = s.softmax(-1)
         o = p @ v
         if not self.setting.backward:
@@ -468,11 +540,34 @@ def report(results):
             errors = [run["error"] for run in row.values() if "error" in run]
             error = f"{max(errors):.1e}" if errors else ""
             lines += [f"  {name:22}{cells}    {best:4.0%}  {error:>8}"]
+    lines += report_sparse(results.get("block_sparse", ()))
     if results.get("call_us"):
         costs = ", ".join(f"{name} {cost} µs" for name, cost in results["call_us"].items())
         lines += ["", f"what a call costs the host: {costs}"]
     lines += [f"left out: {line}" for line in results.get("left_out", ())]
     return "\n".join(lines)
+
+
+def report_sparse(runs):
+    """Return the lines about block-sparse attention: how much faster than with all tiles."""
+    if not runs:
+        return []
+    lines = [
+        "",
+        f"block-sparse tensor_core, N = {runs[0]['n']}: times faster than the dense kernel",
+    ]
+    lines += [f"  {'one tile in':22}" + "".join(f"{x:>8}" for x in SPARSE_SHARES) + "     error"]
+    for direction in ("forward", "backward"):
+        for d in (64, 128):
+            row = [run for run in runs if (run["pass"], run["d"]) == (direction, d)]
+            by_share = {run["one_in"]: run for run in row}
+            cells = "".join(
+                f"{by_share[x]['speedup']:8.2f}" if x in by_share else " " * 8
+                for x in SPARSE_SHARES
+            )
+            error = max((run["error"] for run in row), default=0)
+            lines += [f"  {f'{direction}, d = {d}':22}{cells}  {error:>8.1e}"]
+    return lines
 
 
 def same_table(run, setting):

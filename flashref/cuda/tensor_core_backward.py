@@ -9,12 +9,12 @@ Nothing of size n_q × n_k, not even a tile of it, is written to any memory. A k
 leaves L · log2 e and D = rowsum(dO ∘ O) side by side, so that one load brings what two scores need.
 What it costs: dK and dV of 16 keys are D numbers a thread, and a tile of Sᵀ and dPᵀ comes on top:
 nearly all 255 registers at D = 128. Shared memory: K, V of the keys, and Q, dO of this tile and of
-the next, 129 KiB at D = 128; the other way round in the second pass. Device memory: 8 bytes for
-each query of each head.
+the next, 129 KiB at D = 128; the other way round in the second pass, 96 KiB. Device memory: 8 bytes
+for each query of each head.
 What is bad about it: 7 products where 5 would do, since S and dP are computed twice; in return each
 sum has one order and equal calls give equal bits, where one pass would have its blocks add to dQ
-in whatever order they come. P and dS are rounded to halves before the products that sum them up,
-P and dS as the other factors are; a dS beyond 65504 is infinite in float16.
+in whatever order they come. P and dS are rounded to halves before the products that sum them up;
+a dS beyond 65504 is infinite in float16.
 """
 
 import functools
@@ -26,13 +26,15 @@ from flashref.cuda.fragments import LOG2_E, fits, grid_of, row_bytes, tile_funct
 from flashref.cuda.launch import F32, F32_3D, F32_4D, HALF_4D, I32, TILE_LISTS, Kernel, cdiv, inline
 
 KEYS = {  # most columns: (keys owned, queries of a tile, warps, K and V in registers), best first
-    64: ((128, 64, 8, True), (64, 64, 4, True), (64, 32, 4, True)),
+    64: ((128, 32, 4, False), (64, 64, 4, True), (64, 32, 4, True)),
     128: ((128, 64, 8, False), (64, 64, 4, False), (64, 32, 4, False)),
 }
 QUERIES = {  # most columns: (queries owned, keys of a tile, warps, Q and dO in registers)
-    64: ((128, 64, 8, True), (64, 64, 4, True), (64, 32, 4, True)),
-    128: ((128, 64, 8, False), (64, 64, 4, False), (64, 32, 4, False)),
+    64: ((128, 32, 4, True), (64, 64, 4, True), (64, 32, 4, True)),
+    128: ((128, 32, 4, False), (64, 64, 4, False), (64, 32, 4, False)),
 }
+# Not measured yet: chosen so that a warp reads as little shared memory for each product as its
+# registers allow. At D = 128 dK and dV leave a warp only 16 rows, and reading takes longest.
 
 
 def backward(run, do, q, k, v, o, lse, dq, dk, dv, scale, offset):
@@ -144,16 +146,15 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
     add_product = f.add_rows_by_columns(BR)  # dV += Pᵀ dO_i, dK += dSᵀ Q_i
 
     @inline
-    def tile_of(n, tiles, since, n_q, begin, starts):
-        """Return the query head, of those that share the keys, and the queries of tile n."""
-        e = n % tiles
+    def queries_of(e, since, n_q, begin, starts):
+        """Return the first query of tile e, and the query after its last."""
         if SPARSE:
             at = int32(starts[begin + e])
             after = n_q if at + BR > n_q else at + BR
             start = since if at < since else at
         else:
             after, start = n_q, since + e * BR
-        return n // tiles, start, after
+        return start, after
 
     @inline
     def fetch(stage, q_head, q_stride, d, do_head, do_stride, d_v, n_head, start, after):
@@ -246,13 +247,11 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
         copy_keys(K_j, k_head, k.strides[2], first, n_k, d)
         copy_keys(V_j, v_head, v.strides[2], first, n_k, d_v)
         q_step, do_step, n_step = q.strides[1], do.strides[1], numbers.strides[1]  # to a next head
-        total = tiles * group
-        if total > 0:
-            g, start, after = tile_of(0, tiles, since, n_q, begin, starts)
+        g, e, start, after = 0, 0, 0, 0  # what was fetched last: head, tile of the head, queries
+        if tiles > 0:
+            start, after = queries_of(0, since, n_q, begin, starts)
             fetch(
-                stages, q_head + uint64(g * q_step), q.strides[2], d,
-                do_head + uint64(g * do_step), do.strides[2], d_v,
-                n_head + uint64(g * n_step), start, after,
+                stages, q_head, q.strides[2], d, do_head, do.strides[2], d_v, n_head, start, after
             )  # fmt: skip
         if IN_REGISTERS:
             ptx.copy_wait()
@@ -260,25 +259,29 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
             for step in range(D // 16):
                 load_rows(K, K_j, row, step)
                 load_rows(V, V_j, row, step)
-        for n in range(total):  # line 7, for each head of the group
+        for n in range(tiles * group):  # line 7, for each head of the group
+            first_query, last = start, after
             ptx.copy_wait()  # this tile is here, and all warps are done with the last one
             cuda.syncthreads()
-            if n + 1 < total:  # whose place the next one may take
-                g, start, after = tile_of(n + 1, tiles, since, n_q, begin, starts)
+            e += 1
+            if e == tiles:
+                e, g = 0, g + 1
+            if g < group:  # the next tile may take the last one's place
+                start, after = queries_of(e, since, n_q, begin, starts)
                 fetch(
                     uint32(stages + ((n + 1) & 1) * STAGE), q_head + uint64(g * q_step),
                     q.strides[2], d, do_head + uint64(g * do_step), do.strides[2], d_v,
                     n_head + uint64(g * n_step), start, after,
                 )  # fmt: skip
-            g, start, after = tile_of(n, tiles, since, n_q, begin, starts)
             Q_i = uint32(stages + (n & 1) * STAGE)
             dO_i = uint32(Q_i + TILE)
             products(S, K, K_j, Q_i, row)
             products(dP, V, V_j, dO_i, row)
             gradients(S, dP, uint32(Q_i + 2 * TILE), scale2)
-            if first + BC - 1 - offset > start or start + BR > after:  # the diagonal, or the tail
-                hide(S, start, after, first + row, offset)
-                hide(dP, start, after, first + row, offset)
+            # the diagonal passes through this tile, or the tail
+            if first + BC - 1 - offset > first_query or first_query + BR > last:
+                hide(S, first_query, last, first + row, offset)
+                hide(dP, first_query, last, first + row, offset)
             add_product(dV, S, A, dO_i)  # line 12
             add_product(dK, dP, A, Q_i)  # line 16
         dk_head = ptx.global_address(dk) + uint64(b * dk.strides[0] + kv_head * dk.strides[1])

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from flashref.inputs import count, require
+from flashref.inputs import any_array, bool_array, count, is_integer, require
 from flashref.plots.picture import (
     BLUE,
     GREEN,
@@ -18,7 +18,9 @@ from flashref.plots.picture import (
     RED,
     SKY,
     Picture,
+    counts,
     styled,
+    titled,
 )  # fmt: skip
 
 STORED = {"facecolor": ORANGE, "edgecolor": INK, "hatch": "\\\\\\"}
@@ -46,7 +48,7 @@ def saved_elements(n, d_v):
     >>> saved_elements(1024, 64)
     (1048576, 67584)
     """
-    n, d_v = count("n", n), count("d_v", d_v)
+    n, d_v = counts(n=n, d_v=d_v)
     return n * n, n * (d_v + 2)
 
 
@@ -66,7 +68,8 @@ def saved_memory(n_values=(256, 512, 1024, 2048), d_v=64):
     picture : Picture
         Two bars for each N: P of standard attention; O, l and m of FlashAttention.
     """
-    require(len(n_values) > 0, f"{n_values=} names no N; give at least one")
+    n_values = [count("n_values", n) for n in any_array("n_values", n_values).ravel().tolist()]
+    require(n_values, f"{n_values=} names no N; give at least one")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 0.9 + 0.62 * len(n_values)))
     figure.set_layout_engine("constrained")
     axes = figure.subplots()
@@ -119,11 +122,10 @@ def backward_recompute(n=1024, d=64, block_q=128, block_k=256, row=4, col=1):
         Left, P as standard attention stores it. Middle, O and L, which FlashAttention keeps. Right,
         one tile of P made again from blocks of Q, K and L.
     """
+    n, d, block_q, block_k = counts(n=n, d=d, block_q=block_q, block_k=block_k)
     tiles = -(-n // block_q), -(-n // block_k)
-    require(
-        0 <= row < tiles[0] and 0 <= col < tiles[1],
-        f"{row=}, {col=} is no tile; there are {tiles[0]} x {tiles[1]}, counted from 0",
-    )
+    there = is_integer(row) and is_integer(col) and 0 <= row < tiles[0] and 0 <= col < tiles[1]
+    require(there, f"{row=}, {col=} is no tile; there are {tiles[0]} x {tiles[1]}, counted from 0")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.75))
     panels = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.005, right=0.995, bottom=0.01, top=0.85, wspace=0.03)
@@ -202,13 +204,15 @@ def keep_masks(masks, tile=None):
     picture : Picture
         Filled = kept, a dot = dropped, a framed cross = not as in the first mask.
     """
-    masks = {title: np.asarray(mask) for title, mask in masks.items()}
-    require(len(masks) > 0, f"{masks=} is empty; give a title and a mask at least once")
+    masks = titled("masks", masks, "a boolean array")
+    masks = {title: bool_array(title, mask, " = kept") for title, mask in masks.items()}
     first = next(iter(masks.values()))
     shapes = {title: mask.shape for title, mask in masks.items()}
-    same = first.ndim == 2 and len(set(shapes.values())) == 1
+    same = first.ndim == 2 and first.size > 0 and len(set(shapes.values())) == 1
     require(same, f"masks have the shapes {shapes}; they must be (rows, columns), all alike")
     n_rows, n_cols = first.shape
+    if tile is not None:
+        _check_tile(tile, first.shape)
     side = min(0.3, 8.3 / (len(masks) * (n_cols + 1)))  # inches for one entry
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, side * n_rows + 1.15))
     panels = figure.subplots(1, len(masks), squeeze=False)[0]
@@ -256,3 +260,12 @@ def keep_masks(masks, tile=None):
         handles.append(Line2D([], [], label="not as in the first", **look))
     figure.legend(handles=handles, loc="lower left", ncols=len(handles))
     return Picture(figure, f"Dropout masks. {'; '.join(words)}.")
+
+
+def _check_tile(tile, shape):
+    """Refuse what is no pair of slices inside the matrix."""
+    ok = isinstance(tile, tuple) and len(tile) == 2 and all(isinstance(at, slice) for at in tile)
+    ok = ok and all(is_integer(end) for at in tile for end in (at.start, at.stop))
+    ok = ok and all(0 <= at.start < at.stop <= n for at, n in zip(tile, shape, strict=True))
+    want = f"(slice(start, stop), slice(start, stop)) inside {shape[0]} rows, {shape[1]} columns"
+    require(ok, f"{tile=} must be {want}")

@@ -6,7 +6,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from flashref import io_model
-from flashref.inputs import count, require
+from flashref.inputs import finite_number, is_integer, require
+from flashref.plots.machines import check_machine
 from flashref.plots.picture import (
     BLUE,
     GREEN,
@@ -19,6 +20,7 @@ from flashref.plots.picture import (
     SKY,
     YELLOW,
     Picture,
+    counts,
     styled,
 )  # fmt: skip
 from flashref.softmax import blocks, length
@@ -48,8 +50,12 @@ def cut_into_blocks(n_q=8, n_k=8, d=4, d_v=4, *, block_q=2, block_k=4, tile=(2, 
     picture : Picture
         What is at work is hatched; what is dotted is never written to slow memory.
     """
-    row_blocks, col_blocks = blocks(n_q, count("block_q", block_q)), blocks(n_k, block_k)
-    i, j = tile
+    n_q, n_k, d, d_v = counts(n_q=n_q, n_k=n_k, d=d, d_v=d_v)
+    block_q, block_k = counts(block_q=block_q, block_k=block_k)
+    row_blocks, col_blocks = blocks(n_q, block_q), blocks(n_k, block_k)
+    pair = isinstance(tile, tuple | list) and len(tile) == 2 and all(map(is_integer, tile))
+    require(pair, f"{tile=} must be a pair of integers (i, j), counted from 1")
+    i, j = tile = tuple(tile)
     require(
         1 <= i <= len(row_blocks) and 1 <= j <= len(col_blocks),
         f"{tile=} is not there: i goes to {len(row_blocks)}, j to {len(col_blocks)}",
@@ -132,6 +138,7 @@ def work_on_output(n, d, block_k):
     >>> {name: sum(steps.values()) for name, steps in work.items()}
     {'FlashAttention-1': 3145728, 'FlashAttention-2': 1114112}
     """
+    n, d, block_k = counts(n=n, d=d, block_k=block_k)
     once, every_block = n * d, n * d * len(blocks(n, block_k))
     return {
         "FlashAttention-1": {
@@ -165,11 +172,13 @@ def slow_work(n=1024, d=64, block_k=64, price=16):
     -------
     picture : Picture
     """
+    work = work_on_output(n, d, block_k)
     products = io_model.forward_flops(n, n, d, d)
+    require(finite_number("price", price) > 0, f"{price=} must be above 0")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.6), layout="constrained")
     axes = figure.subplots()
     words, longest = [], 0
-    for y, (name, steps) in enumerate(work_on_output(n, d, block_k).items()):
+    for y, (name, steps) in enumerate(work.items()):
         left = 0
         for step, operations in steps.items():
             share = 100 * price * operations / products
@@ -179,7 +188,7 @@ def slow_work(n=1024, d=64, block_k=64, price=16):
         axes.text(left, y, f"  {total:,} operations, {left:.1f} %", va="center")
         words.append(f"{name} {total:,} operations, {left:.1f} percent")
         longest = max(longest, left)
-    axes.set_yticks(range(2), list(work_on_output(n, d, block_k)))
+    axes.set_yticks(range(2), list(work))
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.set(
@@ -220,7 +229,9 @@ def busy_processors(heads=16, n=4096, block_q=128, machine=io_model.A100):
     picture : Picture
         One bar per processor, in units of one Q_i against all keys; the areas are equal.
     """
-    units = len(blocks(n, count("block_q", block_q)))  # of work in each head
+    heads, n, block_q = counts(heads=heads, n=n, block_q=block_q)
+    check_machine(machine)
+    units = len(blocks(n, block_q))  # of work in each head
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.2), layout="constrained")
     words = []
     rungs = [
@@ -273,7 +284,9 @@ def warp_split(block_q=64, block_k=64, d=64, warps=4):
     picture : Picture
         A look for each warp; what all warps read is grey.
     """
-    require(1 <= warps <= len(WARPS), f"{warps=} cannot be drawn; give 1 to {len(WARPS)}")
+    block_q, block_k, d = counts(block_q=block_q, block_k=block_k, d=d)
+    (warps,) = counts(warps=warps)
+    require(warps <= len(WARPS), f"{warps=} cannot be drawn; give 1 to {len(WARPS)}")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7), layout="constrained")
     moved = warps * block_q * d
     titles = (

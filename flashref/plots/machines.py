@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from flashref import io_model
-from flashref.inputs import require
+from flashref.inputs import count, finite_number, require
 from flashref.plots.picture import (
     BLUE,
     GREY,
@@ -20,7 +20,9 @@ from flashref.plots.picture import (
     RED,
     SKY,
     Picture,
+    counts,
     styled,
+    titled,
 )  # fmt: skip
 
 
@@ -120,7 +122,14 @@ def memory_pyramid(machine=io_model.A100):
     )
 
 
+def check_machine(machine):
+    """Refuse what is no `io_model.Machine`."""
+    if not isinstance(machine, io_model.Machine):
+        raise TypeError(f"{machine=} must be a Machine, such as io_model.A100")
+
+
 def _chip(machine):
+    check_machine(machine)
     require(
         machine.name in CHIPS,
         f"no data sheet here for machine {machine.name!r}; there are {', '.join(CHIPS)}",
@@ -157,8 +166,8 @@ def attention_intensities(n=1024, d=64, size=2, machine=io_model.A100):
 
     Raises
     ------
-    ValueError
-        If no tile fits.
+    TypeError, ValueError
+        If a size is not an integer of at least 1, or no tile fits.
 
     Examples
     --------
@@ -170,6 +179,8 @@ def attention_intensities(n=1024, d=64, size=2, machine=io_model.A100):
      146.1  FlashAttention-2, tiles of 187
      512.0  Q, K, V and O moved once
     """
+    n, d, size = counts(n=n, d=d, size=size)
+    check_machine(machine)
     M = machine.sram_bytes // size
     tile = min(n, io_model.fitting_block(M, d, d))
     require(tile > 0, f"no tile fits: {d=}, and the {machine.name} has room for {M:,} elements")
@@ -204,6 +215,7 @@ def basic_intensities(size=2):
     {'y = a·x + b': 0.5, 'softmax of a row': 1.25, 'matrix product, n = 64': 21.33,
      'QKᵀ, N = 1024, d = 64': 56.89, 'matrix product, n = 1024': 341.33}
     """
+    size = count("size", size)
     product = {n: 2 * n**3 / (3 * n**2 * size) for n in (64, 1024)}
     return {
         "y = a·x + b": 2 / (2 * size),
@@ -231,12 +243,15 @@ def roofline(machine=io_model.A100, points=None):
 
     Raises
     ------
-    ValueError
-        If there is no point, or an intensity is not above 0.
+    TypeError, ValueError
+        If there is no point, or more than 8, or an intensity is not a finite number above 0.
     """
+    check_machine(machine)
     points = basic_intensities() if points is None else points
-    require(points, "points is empty; give at least one name and its FLOPs per byte")
+    titled("points", points, "its FLOPs per byte")
+    require(len(points) <= 8, f"points holds {len(points)} programs; there is room for 8")
     for name, intensity in points.items():
+        finite_number(f"points[{name!r}]", intensity)
         require(intensity > 0, f"points[{name!r}] is {intensity}; an intensity is above 0")
     low = min(min(points.values()) / 2.5, machine.ridge / 8)
     high = max(2.5 * max(points.values()), 10 * machine.ridge)
@@ -328,6 +343,10 @@ def relative_times(panels, xlabel="", title=""):
     >>> relative_times({"sum": {"small": 2.0, "large": 5.0}}, "size")
     Bars of the times measured here, as multiples of the shortest. sum: small, large (size).
     """
+    for name, times in titled("panels", panels, "its times").items():
+        for label, time in titled(f"panels[{name!r}]", times, "one time").items():
+            time = finite_number(f"panels[{name!r}][{label!r}]", time)
+            require(time > 0, f"panels[{name!r}][{label!r}]={time} must be above 0, a time")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9), layout="constrained")
     words = []
     widths = [len(times) for times in panels.values()]

@@ -15,7 +15,7 @@ from flashref.block_sparse import (
     random_pattern,
     strided_pattern,
 )
-from flashref.inputs import count, require
+from flashref.inputs import any_array, bool_array, count, float_array, require
 from flashref.memory import Memory
 from flashref.plots.picture import (
     BLUE,
@@ -28,7 +28,9 @@ from flashref.plots.picture import (
     PIXELS_PER_INCH,
     SKY,
     Picture,
+    counts,
     styled,
+    titled,
 )  # fmt: skip
 from flashref.scores import EMPTY, FULL, PARTIAL, tile_kinds
 
@@ -81,7 +83,7 @@ def mask_tiles(
     6 of 8 tiles are computed, 2 full and 4 partial, and 2 skipped: s = 0.75
     """
     n_q, n_k = count("n_q", n_q), count("n_k", n_q if n_k is None else n_k)
-    block_q, block_k, d = count("block_q", block_q), count("block_k", block_k), count("d", d)
+    block_q, block_k, d = counts(block_q=block_q, block_k=block_k, d=d)
     require(max(n_q, n_k) <= MOST, f"{n_q=} and {n_k=} must be at most {MOST:,} to be drawn")
     sizes = dict(block_q=block_q, block_k=block_k, causal=causal, window=window)
     pattern = _cut(pattern, -(-n_q // block_q), -(-n_k // block_k))
@@ -125,7 +127,18 @@ def mask_tiles(
 
 def _cut(pattern, T_r, T_c):
     """Return a pattern as the (T_r, T_c) block mask, made for the longer side if it is callable."""
-    return pattern(max(T_r, T_c))[:T_r, :T_c] if callable(pattern) else pattern
+    if pattern is None:
+        return None
+    pattern = _made(pattern, max(T_r, T_c))[:T_r, :T_c] if callable(pattern) else pattern
+    return bool_array("pattern", pattern, "")
+
+
+def _made(make, t):
+    """Return the block mask that a function of t makes, if it is one."""
+    mask = make(t)
+    shape = any_array("pattern", mask).shape
+    require(shape == (t, t), f"the pattern for {t=} has shape {shape}; it must be ({t}, {t})")
+    return bool_array("pattern", mask, "")
 
 
 def _traffic(n_q, n_k, d, pattern, **sizes):
@@ -292,13 +305,14 @@ def block_patterns(t=16, patterns=None):
     """
     t = count("t", t)
     patterns = PATTERNS if patterns is None else patterns
-    require(1 <= len(patterns) <= 6, f"{len(patterns)} patterns; give 1 to 6 to be drawn in a row")
+    titled("patterns", patterns, "a function of t")
+    require(len(patterns) <= 6, f"{len(patterns)} patterns; give 1 to 6 to be drawn in a row")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.3))
     places = dict(left=0.004, right=0.996, bottom=0.01, top=0.73, wspace=0.07)
     row = figure.subplots(1, len(patterns), squeeze=False, gridspec_kw=places)[0]
     words = []
     for axes, (name, make) in zip(row, patterns.items(), strict=True):
-        mask = make(t)
+        mask = _made(make, t)
         _draw_kinds(axes, np.where(mask, FULL, EMPTY), t, t, 1, 1, letters=False)
         axes.set(xlabel="", ylabel="")
         axes.set_title(f"{name}\n{mask.sum():,} of {mask.size:,} tiles\n$s$ = {mask.mean():.4g}")
@@ -327,19 +341,20 @@ def traffic_by_s(n=4096, d=64, block=64, patterns=None):
     picture : Picture
         Markers are what `Memory` counted, the line the closed form.
     """
-    n, d, block = count("n", n), count("d", d), count("block", block)
-    patterns = patterns or {
+    n, d, block = counts(n=n, d=d, block=block)
+    everyday = {
         "diagonal": lambda t: local_pattern(t, 0),
         **PATTERNS,
         "causal": lambda t: local_pattern(t, t) & np.tri(t, dtype=bool),
         "all tiles": lambda t: local_pattern(t, t),
     }
+    patterns = titled("patterns", everyday if patterns is None else patterns, "a function of t")
     require(n % block == 0, f"{n=} must be a multiple of {block=}, for all tiles to cost the same")
     t = n // block
     q, k, v = np.random.default_rng(0).standard_normal((3, n, d), np.float32)
     counted = {}
     for name, make in patterns.items():
-        hbm, mask = Memory(), make(t)
+        hbm, mask = Memory(), _made(make, t)
         block_sparse_attention(q, k, v, mask, block_q=block, block_k=block, memory=hbm)
         counted[name] = (mask.mean(), hbm.loads + hbm.stores)
     floor, whole = (
@@ -351,7 +366,7 @@ def traffic_by_s(n=4096, d=64, block=64, patterns=None):
 
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7), layout="constrained")
     axes = figure.subplots()
-    least = min(s for s, _ in counted.values()) / 4
+    least = max(min(s for s, _ in counted.values()), 1 / t**2) / 4  # a logarithm has no 0
     s = np.geomspace(least, 1, 200)
     axes.plot(s, floor + s * (whole - floor), color=BLUE, linewidth=1.8)
     axes.plot(s, s * whole, color=GREY, linewidth=1.2, linestyle=":")
@@ -400,13 +415,17 @@ def tile_mass(masses, pattern=None):
     -------
     picture : Picture
     """
-    require(1 <= len(masses) <= 5, f"{len(masses)} arrays of mass; give 1 to 5, drawn in a row")
+    titled("masses", masses, "an array (T_r, T_c)")
+    require(len(masses) <= 5, f"{len(masses)} arrays of mass; give 1 to 5, drawn in a row")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.75))
     places = dict(left=0.03, right=0.915, bottom=0.09, top=0.8, wspace=0.1)
     row = figure.subplots(1, len(masses), squeeze=False, gridspec_kw=places)[0]
     words = []
     for axes, (name, mass) in zip(row, masses.items(), strict=True):
-        mass = np.asarray(mass, float)
+        mass = float_array(name, mass)
+        require(mass.ndim == 2 and mass.size > 0, f"{name} has shape {mass.shape}; give (T_r, T_c)")
+        shares = np.isfinite(mass).all() and (mass >= 0).all()
+        require(shares, f"{name} holds {mass.min():g}; shares of a mass are at least 0")
         T_r, T_c = mass.shape
         fair = mass * mass.size  # 1 where a tile has its fair share
         shown = axes.imshow(
@@ -415,6 +434,10 @@ def tile_mass(masses, pattern=None):
         )  # fmt: skip
         _frame(axes, T_r, T_c)
         if pattern is not None:
+            pattern, shape = bool_array("pattern", pattern, ""), mass.shape
+            require(
+                pattern.shape == shape, f"pattern has shape {pattern.shape}; {name} has {shape}"
+            )
             i, j = np.nonzero(~pattern)
             absent = _rectangles(j, j + 1, i, i + 1)
             look = {"facecolor": "none", "edgecolor": "white", "linewidth": 0}

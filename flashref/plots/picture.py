@@ -11,6 +11,8 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imsave
 
+from flashref.inputs import count, require
+
 ORANGE, SKY, GREEN, YELLOW = "#E69F00", "#56B4E9", "#009E73", "#F0E442"
 BLUE, RED, PURPLE, INK = "#0072B2", "#D55E00", "#CC79A7", "#222222"
 PALE, GREY = "#E8E8E8", "#767676"
@@ -86,3 +88,16 @@ class Picture:
     def _repr_mimebundle_(self, include=None, exclude=None):
         data = {"text/plain": self.alt, "image/png": base64.b64encode(self.png()).decode("ascii")}
         return data, {"image/png": {"width": self.width, "alt": self.alt}}
+
+
+def counts(**values):
+    """Return the values as ints; anything but integers of at least 1 is refused by its name."""
+    return [count(name, value) for name, value in values.items()]
+
+
+def titled(name, things, what):
+    """Return a dict of title to what is drawn under it; anything else, and none, is refused."""
+    if not isinstance(things, dict) or not all(isinstance(title, str) for title in things):
+        raise TypeError(f"{name}={things!r} must be a dict of title to {what}")
+    require(things, f"{name} is empty; give at least one title with {what}")
+    return things

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashref import flash3
-from flashref.inputs import float_array, require
+from flashref.inputs import finite_number, float_array, require
 from flashref.plots.picture import (
     BLUE,
     GREEN,
@@ -20,6 +20,7 @@ from flashref.plots.picture import (
     YELLOW,
     Picture,
     styled,
+    titled,
 )  # fmt: skip
 
 # Schedules
@@ -53,9 +54,12 @@ def timeline(schedules, span=None):
     """
     if isinstance(schedules, flash3.Schedule):
         schedules = {"": schedules}
-    require(schedules, "there are no schedules; give one, or a dict of name to schedule")
-    span = max(found.length for found in schedules.values()) if span is None else span
-    span = span or 1  # where nothing takes any time
+    for name, found in titled("schedules", schedules, "a Schedule").items():
+        if not isinstance(found, flash3.Schedule):
+            raise TypeError(f"schedules[{name!r}]={found!r} must be a Schedule")
+    if span is None:
+        span = max(found.length for found in schedules.values()) or 1  # or nothing takes any time
+    require(finite_number("span", span) > 0, f"{span=} must be above 0, a time")
     lanes = {name: _lanes(found) for name, found in schedules.items()}
     heights = [TITLE + LANE * len(rows) + TICKS for rows in lanes.values()]
     size = PAGE_WIDTH / PIXELS_PER_INCH, sum(heights) + FOOT
@@ -264,7 +268,11 @@ def fp8_errors(errors):
     errors = float_array("errors", errors)
     errors = errors[:, None] if errors.ndim == 1 else errors
     want = f"for {', '.join(SCHEMES)}: (4,) or (4, seeds)"
-    require(errors.ndim == 2 and len(errors) == 4, f"errors has shape {errors.shape}; give {want}")
+    require(
+        errors.ndim == 2 and len(errors) == 4 and errors.size > 0,
+        f"errors has shape {errors.shape}; give {want}",
+    )
+    require((np.isfinite(errors) & (errors >= 0)).all(), f"{errors=} must be finite, at least 0")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9))
     axes = figure.add_axes([0.25, 0.2, 0.72, 0.68])
     means = errors.mean(axis=1)

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from flashref.inputs import float_array, require
+from flashref.inputs import finite_number, float_array, is_integer, require
 from flashref.plots.picture import (
     BLUE,
     GREEN,
@@ -115,6 +115,7 @@ def shift_zones(softmax, x, shifts=range(-1000, 1001)):
     zones : dict of dtype to list of str
         For each shift "right" (every share within 1 %), "wrong, yet finite", or "NaN".
     """
+    x = _row(x)
     want = safe_softmax(np.asarray(x, np.float64))
 
     def zone(got):
@@ -148,7 +149,9 @@ def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
     -------
     picture : Picture
     """
+    finite_number("shift", shift)
     require(-1000 <= shift <= 1000, f"{shift=} is outside the picture; give -1000 to 1000")
+    x = _row(x)
     zones = shift_zones(softmax, x) if zones is None else zones
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9), layout="constrained")
     axes = figure.subplots()
@@ -221,7 +224,7 @@ def describe_steps(x, v=None, block=2):
     That leaves 0.000458872, and the block adds 1.000912.
     Now m = 10, l = 1.001371.
     """
-    steps, texts = online_softmax_steps(x, v, block), []
+    steps, texts = online_softmax_steps(_row(x), v, block), []
     m, l = -np.inf, 0.0
     for number, step in enumerate(steps, 1):
         scores = ", ".join(_score(s) for s in np.asarray(x)[step.cols])
@@ -262,14 +265,15 @@ def softmax_steps(x, v=None, block=2, show=None):
     -------
     picture : Picture
     """
-    x = float_array("x", x)
-    require(x.ndim == 1 and len(x) > 0, f"x has shape {x.shape}; give one row of scores, (n,)")
+    x = _row(x)
     bad = x[~(x < np.inf)]
     require(not len(bad), f"x holds {', '.join(map(str, bad))}; give finite scores, or -inf")
     steps = online_softmax_steps(x, v, block)
-    show = range(1, len(steps) + 1) if show is None else list(show)
+    empty = v is not None and steps[0].o.size == 0
+    require(not empty, "v has no columns; leave it out to draw no o")
+    show = range(1, len(steps) + 1) if show is None else list(np.atleast_1d(show).tolist())
     require(
-        all(0 <= number <= len(steps) for number in show),
+        show and all(is_integer(number) and 0 <= number <= len(steps) for number in show),
         f"{show=} names a block that is not there; there are {len(steps)}, counted from 1",
     )
     # the places are fixed: a layout engine would take as long as everything else together
@@ -422,7 +426,15 @@ def merge_tree(x, v, *trees):
     picture : Picture
         Every node holds its keys, o and L = lse; every branch its weight, exp(L_part - L).
     """
-    x, v = float_array("x", x), float_array("v", v)
+    x, v = _row(x), float_array("v", v)
+    require(np.isfinite(x).all(), f"{x=} must hold finite scores: each key has a share")
+    require(v.ndim == 2 and len(v) == len(x), f"v has shape {v.shape}; give ({len(x)}, d_v)")
+    require(trees, "there is no tree; give nested pairs of keys, as in ((1, 2), (3, 4))")
+    for tree in trees:
+        keys = _leaves(tree)
+        there = isinstance(tree, tuple) and all(is_integer(j) and 1 <= j <= len(x) for j in keys)
+        want = f"nested pairs of different keys from 1 to {len(x)}, as in ((1, 2), (3, 4))"
+        require(there and len({*keys}) == len(keys), f"{tree=} must be {want}")
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 4.4), layout="constrained")
     words = []
     for axes, tree in zip(figure.subplots(1, len(trees), squeeze=False)[0], trees, strict=True):
@@ -458,6 +470,13 @@ def _draw_node(axes, x, v, tree, level, place=0):
     return node
 
 
+def _leaves(tree):
+    """Return the leaves from left to right; whatever is no pair counts as a leaf."""
+    if isinstance(tree, tuple) and len(tree) == 2:
+        return [*_leaves(tree[0]), *_leaves(tree[1])]
+    return [tree]
+
+
 def _depth(tree):
     return 1 + max(map(_depth, tree)) if isinstance(tree, tuple) else 0
 
@@ -467,6 +486,13 @@ def _shape(tree):
     if not isinstance(tree, tuple):
         return str(tree)
     return "(" + " ".join(_shape(part) for part in tree) + ")"
+
+
+def _row(x):
+    """Return one row of scores as an array; refuse any other shape."""
+    x = float_array("x", x)
+    require(x.ndim == 1 and len(x) > 0, f"x has shape {x.shape}; give one row of scores, (n,)")
+    return x
 
 
 def _score(s):

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from flashref.inputs import float_array, require
+from flashref.inputs import count, float_array, require
 from flashref.memory import Memory
 from flashref.plots.picture import (
     BLUE,
@@ -16,7 +16,9 @@ from flashref.plots.picture import (
     PIXELS_PER_INCH,
     RED,
     Picture,
+    counts,
     styled,
+    titled,
 )  # fmt: skip
 from flashref.standard import standard_attention, standard_attention_backward
 
@@ -85,7 +87,7 @@ def kernel_strip(n=8, d=4):
         Above, the kernels; below, the arrays in slow memory, drawn to scale; between them an arrow
         for each load (up) and store (down), with the elements that `Memory` counted.
     """
-    hbm = Memory()
+    hbm, (n, d) = Memory(), counts(n=n, d=d)
     standard_attention(*np.zeros((3, n, d)), memory=hbm)
     figure, axes = _canvas(3.75)
     top, shelf = 2.7, 1.72  # where the arrows end
@@ -152,11 +154,14 @@ def heat_maps(maps, rows="query i", columns="key j", words=None, digits=3):
     picture : Picture
         Numbers stand in the cells of matrices with up to 8 columns; larger ones get a colour bar.
     """
+    titled("maps", maps, "a matrix")
+    digits = count("digits", digits, least=0)
     maps = {name: float_array(name, M) for name, M in maps.items()}
     for name, M in maps.items():
         require(M.ndim == 2 and M.size > 0, f"{name} has shape {M.shape}; give a matrix, (n, m)")
         require(np.isfinite(M).all(), f"{name} holds infinities or NaN, which have no colour")
     names = words if isinstance(words, tuple) else (words, words)
+    require(len(names) == 2, f"{words=} must be one list, or a pair: of the rows, of the columns")
     n, m = np.max([M.shape for M in maps.values()], axis=0)
     side = (WIDTH - 0.9 - 0.35 * len(maps)) / len(maps)  # inches for one map
     cell = min(side / m, 0.42 if m <= 8 else 0.24)
@@ -199,12 +204,12 @@ def _draw_map(axes, M, low, high, digits):
 
 
 def _name_ticks(axes, shape, names, first):
-    for count, words, ticks in zip(shape, names, (axes.set_yticks, axes.set_xticks), strict=True):
+    for n, words, ticks in zip(shape, names, (axes.set_yticks, axes.set_xticks), strict=True):
         if words is not None:
-            require(len(words) == count, f"{len(words)} words for {count} rows or columns")
-            ticks(range(count), words, fontsize=8.5)
+            require(len(words) == n, f"{len(words)} words for {n} rows or columns")
+            ticks(range(n), words, fontsize=8.5)
         else:
-            ticks(range(0, count, 1 if count <= 8 else max(1, count // 8)))
+            ticks(range(0, n, 1 if n <= 8 else n // 8))
     if names[1] is not None:
         axes.tick_params(axis="x", rotation=90)
     if not first and names[0] is not None:
@@ -218,8 +223,8 @@ def _map_in_words(name, M, names):
         rows = "; ".join("[" + ", ".join(_number(x, 3) for x in row) + "]" for row in M)
         return f"{name}, row by row: {rows}."
     row_names, column_names = (
-        [f"“{word}”" for word in words] if words is not None else range(count)
-        for words, count in zip(names, M.shape, strict=True)
+        [f"“{word}”" for word in words] if words is not None else range(n)
+        for words, n in zip(names, M.shape, strict=True)
     )
     pairs = [f"{row_names[i]} at {column_names[j]}" for i, j in enumerate(M.argmax(axis=1))]
     return f"{name}. Each row's largest entry: {', '.join(pairs)}."
@@ -248,9 +253,7 @@ def softmax_jacobian(y):
     picture : Picture
         Three maps on one scale, the sum of each row beside it.
     """
-    y = float_array("y", y)
-    require(y.ndim == 1 and 0 < len(y) <= 8, f"y has shape {y.shape}; give up to 8 shares, (n,)")
-    require(np.isclose(y.sum(), 1), f"y adds up to {y.sum():g}; the shares of a softmax make 1")
+    y = _shares(y)
     parts = [
         (r"$\mathrm{diag}(y)$", np.diag(y)),
         (r"$y\,y^\top$", np.outer(y, y)),
@@ -283,9 +286,17 @@ def softmax_jacobian(y):
     )
 
 
-GAIN = {"facecolor": "#BFE3D5", "edgecolor": INK, "hatch": "..."}
+def _shares(y):
+    """Return one row of a softmax as an array; refuse what is none, or too long to be drawn."""
+    y = float_array("y", y)
+    require(y.ndim == 1 and 0 < len(y) <= 8, f"y has shape {y.shape}; give up to 8 shares, (n,)")
+    require(np.isclose(y.sum(), 1), f"y adds up to {y.sum():g}; the shares of a softmax make 1")
+    require((y >= 0).all(), f"{y=} holds a negative number; the shares of a softmax are positive")
+    return y
+
+
+GAIN, LOSS = RESULT, SQUARE
 ROOM = 0.06  # the least share whose bar is as wide as its numbers
-LOSS = {"facecolor": "#FBE3B5", "edgecolor": "#7A5400", "hatch": "///"}
 
 
 @styled
@@ -305,10 +316,9 @@ def softmax_votes(y, dy):
         A bar for each key, as wide as its share and as high as dy. Between its end and the level
         D = y · dy lies the gradient of its score; what lies above D is as large as what is missing.
     """
-    y, dy = float_array("y", y), float_array("dy", dy)
-    require(y.ndim == 1 and 0 < len(y) <= 8, f"y has shape {y.shape}; give up to 8 shares, (n,)")
+    y, dy = _shares(y), float_array("dy", dy)
     require(dy.shape == y.shape, f"dy has shape {dy.shape}; y has {y.shape}")
-    require(np.isclose(y.sum(), 1), f"y adds up to {y.sum():g}; the shares of a softmax make 1")
+    require(np.isfinite(dy).all(), f"{dy=} must hold finite numbers")
     mean = y @ dy
     gradient = y * (dy - mean)
     figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
@@ -374,7 +384,7 @@ def gradient_graph(n=8, d=4):
         A box for each kernel, with what it moves; an arrow for each load and store, with the
         elements that `Memory` counted, thick for an N x N matrix.
     """
-    hbm = Memory()
+    hbm, (n, d) = Memory(), counts(n=n, d=d)
     standard_attention_backward(*np.zeros((4, n, d)), memory=hbm)
     figure, axes = _canvas(3.8)
     words = []
@@ -457,6 +467,8 @@ def difference_curve(h, errors):
     h = float_array("h", h)
     falling = h.ndim == 1 and len(h) > 1 and (np.diff(h) < 0).all()
     require(falling and h[-1] > 0, "give two or more steps h, falling and above 0")
+    titled("errors", errors, "its errors")
+    require(len(errors) <= 3, f"errors holds {len(errors)} curves; there are looks for 3")
     errors = {name: float_array(name, error) for name, error in errors.items()}
     for name, error in errors.items():
         require(error.shape == h.shape, f"{name} has shape {error.shape}; h has {h.shape}")

@@ -27,6 +27,7 @@ from flashref.plots.picture import (
     SKY,
     YELLOW,
     Picture,
+    counts,
     styled,
 )  # fmt: skip
 
@@ -110,6 +111,9 @@ def traffic_by_block(n=1024, d=64, blocks=(16, 32, 64, 128, 256, 512, 1024)):
     picture : Picture
         Markers are what `Memory` counted, lines the closed forms of `io_model`.
     """
+    n, d = counts(n=n, d=d)
+    blocks = _sizes("blocks", blocks)
+    require(len(blocks) > 1, f"{blocks=}; give two sizes or more, for a curve")
     q, k, v = np.random.default_rng(0).standard_normal((3, n, d))
     curves = {
         "FlashAttention-1": (flash_attention_1, io_model.fa1_traffic, ORANGE, "--", "s"),
@@ -133,6 +137,7 @@ def traffic_by_block(n=1024, d=64, blocks=(16, 32, 64, 128, 256, 512, 1024)):
         axes.plot(fine, line, color=color, linestyle=dash, linewidth=1.6)
         axes.plot(blocks, counted, marker, color=color, markersize=7, markeredgecolor="white")
         place, shift, side = (0, (14, 3), "left") if marker == "s" else (2, (-8, -15), "right")
+        place = min(place, len(blocks) - 1)
         axes.annotate(
             name, (blocks[place], counted[place]), xytext=shift, textcoords="offset points",
             color=color, fontweight="bold", ha=side,
@@ -187,9 +192,8 @@ def block_size_curves(
     TypeError, ValueError
         If a size is not an integer of at least 1, or the algorithm is none of the four.
     """
-    for name, value in (("n", n), ("d", d), ("block_q", block_q), ("block_k", block_k)):
-        count(name, value)
-    count("sram_elements", sram_elements, hint=" (elements, not bytes)")
+    n, d, block_q, block_k, heads = counts(n=n, d=d, block_q=block_q, block_k=block_k, heads=heads)
+    sram_elements = count("sram_elements", sram_elements, hint=" (elements, not bytes)")
     require(algorithm in ALGORITHMS, f"{algorithm=} is none of {', '.join(ALGORITHMS)}")
     chosen = ALGORITHMS[algorithm]
     tiles = {"block_q": min(block_q, n), "block_k": min(block_k, n)}
@@ -356,13 +360,13 @@ def _mark_limits(upper, lower, chosen, n, d, tiles, sram_elements):
     for axes in (upper, lower):
         if most < n:
             look = {"facecolor": PALE, "linewidth": 0}  # hatching would double the drawing time
-            axes.axvspan(max(most, 1) if most else 1, n, zorder=0, **look)
+            axes.axvspan(max(most, 1), n, zorder=0, **look)
         if rule <= n:
             axes.axvline(rule, color=PURPLE, linewidth=1.8, linestyle="-.", zorder=1)
     box = {"bbox": {"fc": "white", "ec": "none", "pad": 1}, "fontsize": 9}
     low, high = lower.get_ylim()
     if most < n:
-        middle = np.sqrt(max(most, 1) * n) if most else np.sqrt(n)
+        middle = np.sqrt(max(most, 1) * n)
         lower.text(middle, low * (high / low) ** 0.12, "does not fit", ha="center", **box)
     if rule <= n:
         name = "⌈M/4d⌉" if chosen.side == "block_k" else "min(⌈M/4d⌉, d)"
@@ -389,7 +393,6 @@ def _draw_fast_memory(axes, on_chip, sram_elements):
     room = sram_elements
     for row, (name, elements) in enumerate(on_chip.items()):
         room -= elements
-        y = 0.95 - 0.068 * row
         color, hatch = ARRAYS[name]
         place = {"transform": axes.figure.transFigure, "clip_on": False}
         look = {"facecolor": color, "hatch": hatch, "edgecolor": INK, "linewidth": 0.7}
@@ -419,6 +422,8 @@ def traffic_by_memory(n=1024, d=64, sizes=(4096, 8192, 25_600, 51_200, 98_304, 2
         Markers are counts, filled where the rule's tiles fit M; the line is the closed form, the
         dotted one N² d² / M as it stands, without its constant.
     """
+    n, d = counts(n=n, d=d)
+    sizes, even = _sizes("sizes", sizes), break_even(n, d)
     figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.9), layout="constrained")
     axes = figure.subplots()
     low, high = d, 4 * n * d
@@ -437,7 +442,6 @@ def traffic_by_memory(n=1024, d=64, sizes=(4096, 8192, 25_600, 51_200, 98_304, 2
         look = {"markersize": 8, "markeredgecolor": "#7A5400", "markeredgewidth": 1.5}
         axes.plot(M, moved, "s", color=ORANGE if fits else "white", **look)
         words.append(f"{moved:,} at M = {M:,}{'' if fits else ' (the tiles do not fit)'}")
-    even = break_even(n, d)
     axes.axvline(even, color=RED, linewidth=1.2, linestyle=":")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -484,6 +488,12 @@ def break_even(n, d):
     sram_elements : int
         With blocks by the paper's rule.
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is not an integer of at least 1, or N is so small, below about d/4, that standard
+        attention always moves less.
+
     Examples
     --------
     >>> print(f"{break_even(8192, 64) / 64**2:.2f} d²")
@@ -491,10 +501,19 @@ def break_even(n, d):
     """
     standard = sum(io_model.standard_traffic(n, n, d, d))
     low, high = 1, 4 * d * n  # with one block of keys it always wins, or never
+    wins = _by_rule(n, d, high) <= standard
+    require(wins, f"{n=} is too small for {d=}: standard attention moves less, whatever M")
     while low < high:
         M = (low + high) // 2
         low, high = (low, M) if _by_rule(n, d, M) <= standard else (M + 1, high)
     return low
+
+
+def _sizes(name, values):
+    """Return sizes from small to large; at least one, each an integer of at least 1."""
+    values = sorted(count(name, value) for value in np.atleast_1d(values).tolist())
+    require(values, f"{name} is empty; give at least one size")
+    return values
 
 
 def _by_rule(n, d, sram_elements):

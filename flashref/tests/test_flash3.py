@@ -380,11 +380,14 @@ def test_worked_errors_of_the_four_schemes():
     (lambda: flash3.schedule("ping-pong", load="3"), TypeError, "load='3' must be a finite number"),
     (lambda: flash3.schedule("ping-pong", buffers=0), ValueError, "buffers=0 must be at least 1"),
     (lambda: flash3.schedule("ping-pong", release="now"), ValueError, "release='now' is no task"),
+    (lambda: flash3.programs(["two-stage"]), ValueError, r"kind=\['two-stage'\] is not known"),
+    (lambda: flash3.schedule("two-stage").busy("TMA"), ValueError, "unit='TMA' is no part of the"),
     (lambda: flash3.simulate({}), ValueError, "holds no task"),
     (lambda: flash3.simulate([("QK", 0)]), TypeError, "must be a dict"),
     (lambda: flash3.simulate({"a": ["QK"]}), ValueError, "'Q'"),
     (lambda: flash3.simulate({"a": [1]}), TypeError, "must be a dict"),
     (lambda: flash3.simulate({"a": [("QKT", 0)]}), ValueError, "a has a task 'QKT'; tasks are"),
+    (lambda: flash3.simulate({"a": [([], 0)]}), ValueError, r"a has a task \[\]; tasks are"),
     (lambda: flash3.simulate({"a": [("QK", -1)]}), ValueError, "a: the block of QK=-1"),
     (lambda: flash3.simulate({"a": [("QK", 0), ("PV", 0)]}), ValueError, "it needs QK"),
     (
@@ -401,6 +404,7 @@ def test_worked_errors_of_the_four_schemes():
         ValueError, r"QK of block 0 \(a\) waits for load of block 0 \(a\), that for PV [^;]*$",
     ),
     (lambda: flash3.simulate({"a": [("load", 0)]}, turns="all"), ValueError, "turns='all'"),
+    (lambda: flash3.simulate({"a": [("load", 0)]}, turns=Q[0]), ValueError, "turns=array"),
     (
         lambda: flash3.schedule("ping-pong", buffers=1), ValueError,
         r"with buffers=1 nothing can start any more: load of block 1 \(producer\) waits for "
@@ -413,6 +417,7 @@ def test_worked_errors_of_the_four_schemes():
         lambda: flash3.replay(flash3.simulate({"me": [("load", 0)]}), Q, K, V), ValueError,
         "this schedule only loads",
     ),
+    (lambda: flash3.replay({}, Q, K, V), TypeError, "schedule={} must be a Schedule"),
     (lambda: flash3.pipelined_attention(Q, K, V, block_k=0), ValueError, "block_k=0"),
     (lambda: flash3.quantise(np.ones((2, 2, 2))), ValueError, r"shape \(2, 2, 2\)"),
     (lambda: flash3.quantise([np.nan]), ValueError, "NaN or inf"),
@@ -420,7 +425,12 @@ def test_worked_errors_of_the_four_schemes():
     (lambda: flash3.round_e4m3(["a"]), TypeError, "x has dtype"),
     (lambda: flash3.hadamard(6), ValueError, "d=6 must be a power of two"),
     (lambda: flash3.rotation([1.0, 0.5]), ValueError, "must each be 1 or -1"),
-    (lambda: flash3.rotation(np.ones(3)), ValueError, "d=3 must be a power of two"),
+    (lambda: flash3.rotation(np.ones(3)), ValueError, "signs has 3 entries; d=3 must be a power"),
+    (lambda: flash3.rotation([]), ValueError, "signs has 0 entries"),
+    (lambda: flash3.fp8_attention(Q[0], K, V), ValueError, r"q has shape \(4,\); give one head"),
+    (lambda: flash3.fp8_attention(Q, K[None], V), ValueError, r"k has shape \(1, 24, 4\)"),
+    (lambda: flash3.fp8_attention(Q, K, np.inf * V), ValueError, "v holds NaN or inf"),
+    (lambda: flash3.outlier_inputs(0), TypeError, "rng=0 must be a numpy.random.Generator"),
     (lambda: flash3.fp8_attention(Q, K, V, signs=[1.0, 1.0]), ValueError, "signs has 2 entries"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(call, error, message):
@@ -445,6 +455,18 @@ def check_all_schedules(flash3):
     for kind, load, buffers in itertools.product(flash3.KINDS, (0, 1, 5), (1, 2, 3, 5)):
         times = dict(load=load, qk=2, softmax=3, pv=1.5)
         check_schedule(flash3, kind, 5, times, buffers)
+
+
+def check_two_loaders(flash3):
+    """Two workers load, and the loads begin in another order than the buffers are dealt out."""
+    users = [(what, j) for j in (1, 2, 0, 3, 4) for what in flash3.PER_BLOCK]
+    loads = {"p": [("load", 1), ("load", 0)], "q": [("load", 3), ("load", 2), ("load", 4)]}
+    found = flash3.simulate(loads | {"c": users}, load=4, qk=2, softmax=1, pv=1, buffers=3)
+    assert [held.block for held in found.held] == [1, 3, 0, 2, 4]
+    for n in range(3):
+        here = sorted(held[2:] for held in found.held if held.buffer == n)
+        assert all(one[1] <= other[0] for one, other in itertools.pairwise(here)), "two in a buffer"
+    np.testing.assert_allclose(flash3.replay(found, Q, K, V), EXACT, rtol=1e-13)
 
 
 def check_replay(flash3):
@@ -482,7 +504,8 @@ SABOTAGES = [
     (check_all_schedules, "[*passed, loads[j]] if", "passed if"),
     (check_all_schedules, "if turns is None:", "if True:"),
     (check_all_schedules, 'if what == "softmax" and turns', 'if what == "PV" and turns'),
-    (check_all_schedules, "len(held) % buffers", "len(held)"),
+    (check_all_schedules, "loads.index(task.block) % buffers", "loads.index(task.block)"),
+    (check_two_loaders, "loads.index(task.block) % buffers", "len(held) % buffers"),
     (check_replay, "correction[:, None] * o[rows[who]]", "o[rows[who]]"),
     (check_replay, "o[rows[who]] /= state[who][1][:, None]", "pass"),
     (check_early_release_shows, "whole = (k, v)[which]\n", "return (k, v)[which][cols[j]]\n"),

@@ -131,6 +131,87 @@ def test_a_clue_on_another_case_than_the_one_shown_says_so():
     assert any(clue.startswith("In the case “") for clue in report.clues), report
 
 
+def test_what_it_remembers_is_asked_only_where_one_call_has_two_answers():
+    """An answer may be another call's right one by chance of the cases, or for another cause."""
+
+    def top_left(q, k, v, causal=False, window=None):
+        return right(q, k, v, causal="top-left" if causal else False, window=window)
+
+    def by_window_too(q, k, v, causal=False, window=None):
+        n_q, n_k = q.shape[-2], k.shape[-2]
+        return top_left(q, k, v, causal) if window is None else 0 * right(q, k, v) + n_q - n_k
+
+    of_queries = dict((f.__name__, f) for _, _, f in WRONG)["packed_with_the_ends_of_the_queries"]
+    for function in (top_left, by_window_too, of_queries, CachedByShape()):
+        assert "remember" not in one_line(check.attention(function))
+    assert "What does the function remember" in one_line(check.attention(Cached()))
+
+
+def test_rounding_noise_is_shown_as_0():
+    function = dict((f.__name__, f) for _, _, f in WRONG)["backward_d_of_a_tile"]
+    report = check.attention_backward(function)
+    assert report.failures[0].title == "3 queries, 4 keys in blocks of 2"
+    assert "should be 0.0000" in str(report)
+    assert "e-16" not in str(report)
+
+
+def test_nothing_is_near_an_infinity():
+    def with_lse(empty):
+        def attention(q, k, v, causal=False):
+            o, lse = right(q, k, v, causal=causal, return_lse=True)
+            return o, np.where(np.isneginf(lse), empty, lse)
+
+        return attention
+
+    assert check.attention(with_lse(-np.inf)).passed
+    for empty in (0.0, np.inf, -1e300):
+        report = check.attention(with_lse(empty))
+        assert report.failures[0].problem.output == "lse"
+        assert report.failures[0].problem.got == empty
+
+
+def test_rows_of_zeros_are_spoken_of():
+    def attention(q, k, v):
+        o = right(q, k, v)
+        o[..., 5:, :] = 0
+        return o
+
+    report = check.attention(attention)
+    assert "rows 5, 6 of o hold zeros" in one_line(report).lower()
+    assert "divided by" not in one_line(report)
+
+
+def test_a_change_is_shown_with_the_digits_it_needs():
+    def attention(q, k, v):
+        o = right(q, k, v)
+        v += 1e-7 * v
+        return o
+
+    assert "v[0, 0] was 1 and is now 1.0000001" in one_line(check.attention(attention))
+
+
+def test_an_assert_that_tests_an_answer_is_no_refusal():
+    def counted(q, k, v):
+        assert q.ndim == 2, "one head"
+        yours, moved = 2 * q.shape[1], q.shape[1] + v.shape[1]
+        assert yours == moved, f"counted {moved}, your formula says {yours}"
+        return right(q, k, v)
+
+    report = check.attention(counted)
+    assert not report.passed
+    assert report.failures[0].kind == "error"
+    assert "which are part of the exercise, an assert failed" in one_line(report)
+    assert "counted 6, your formula says 8" in str(report)
+
+    def of_one_width(q, k, v):
+        assert q.ndim == 2 and q.shape[1] == v.shape[1]
+        return right(q, k, v)
+
+    report = check.attention(of_one_width)
+    assert report.passed
+    assert "d_v ≠ d" in report.not_checked
+
+
 def test_every_description_is_somebodys():
     described = set()
     for name, _, function in WRONG:

@@ -203,7 +203,7 @@ def run(kernels, seeds, sizes):
         "sizes": (
             f"{len(sizes)} pairs n_q, n_k from (0, 0) to (1024, 1023), seeds {list(seeds)}; causal "
             f"rules, heads, widths, data and scale drawn; CONTRACT's float32 rule, for halves with "
-            f"their rounding of P, dS and every result; outputs filled with NaN before; every launch "
+            f"their rounding of P, dS and results; outputs filled with NaN before; every launch "
             f"twice, with the same bits"
         ),
         "largest_relative_error": {name: float(f"{e:.3g}") for name, e in largest.items()},

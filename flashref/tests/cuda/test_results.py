@@ -1,6 +1,7 @@
 """The stored measurements: complete, and what is said about them follows from them."""
 
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,25 @@ def test_tensor_core_is_as_fast_as_flash_attention_2_in_pytorch(results, d, caus
     where = {"d": d, "causal": causal, "n": 8192, "pass": "forward", "dtype": "float16"}
     ours = speed(results, "tensor_core", **where)
     assert ours >= speed(results, "PyTorch FLASH", **where)
+
+
+def test_the_block_sparse_table():
+    """Masks of the shares that are named, from the bench's own candidates; a report of them."""
+    setting = bench.Setting(bench.SPARSE_LENGTH, 64, causal=False)
+    inputs = types.SimpleNamespace(q=None, k=None, v=None, do=None, setting=setting)
+    found = bench.sparse_candidates(inputs)
+    assert list(found) == ["dense", *bench.SPARSE_SHARES]
+    for one_in in bench.SPARSE_SHARES:
+        mask = found[one_in][1]
+        assert mask.shape == (128, 128) and mask.mean() == 1 / one_in
+        assert (mask.sum(axis=1) == 128 // one_in).all()
+    shares = [
+        {"n": 16384, "d": d, "pass": p, "one_in": x, "speedup": 0.9 * x, "error": 3e-4}
+        for d in (64, 128)
+        for p in ("forward", "backward")
+        for x in bench.SPARSE_SHARES
+    ]
+    lines = bench.report_sparse(shares)
+    assert "N = 16384" in lines[1] and len(lines) == 7
+    assert lines[3].split() == "forward, d = 64 0.90 1.80 3.60 7.20 3.0e-04".split()
+    assert bench.report_sparse([]) == []

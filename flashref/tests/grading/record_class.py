@@ -166,6 +166,9 @@ these names hold the verdicts of `python -m flashref check`, the last six the po
 gives. **Bold** is what differs from the points that the work is worth as a homework.py; in a
 notebook a syntax error costs one cell, so its softmax counts there.
 
+The limits around pytest, otter and nbgrader are ours, {} seconds (for one student) and {} MiB; they
+have none of their own, but for nbgrader's 30 seconds for one cell.
+
 """
 FOOT = """
 The commands, each for one student, but for nbgrader's:
@@ -187,7 +190,8 @@ def table(rows):
         kind = submission.kind.partition(",")[0]
         verdicts = [got["verdicts"].get(name, "none") for name in POINTS]
         lines.append([submission.name, kind, *verdicts, str(submission.points), *marked])
-    text = HEAD + "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
+    text = HEAD.format(SECONDS, MEBIBYTES)
+    text += "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n\n"
     for tool, name in TOOLS.items():
         off = [s.name for _, s, got in rows if got[tool] != s.points]
         right = f"{len(rows) - len(off)} of {len(rows)} get what they are worth"

@@ -301,5 +301,5 @@ def test_without_a_pattern_nothing_is_kept_or_hatched():
     picture = plots.tile_mass({"one": np.full((2, 3), 1 / 6)})
     assert "keep" not in picture.alt and "atch" not in picture.alt
     assert not hatches(picture.figure.axes[0])
-    with pytest.raises(ValueError, match="0 arrays"):
+    with pytest.raises(ValueError, match="masses is empty"):
         plots.tile_mass({})

@@ -130,7 +130,7 @@ def test_tasks_differ_in_hatch_and_neighbours_in_grey():
 
 
 def test_nothing_to_draw_is_refused():
-    with pytest.raises(ValueError, match="no schedules"):
+    with pytest.raises(ValueError, match="schedules is empty"):
         plots.timeline({})
 
 

@@ -7,6 +7,8 @@ import math
 
 import numpy as np
 
+import flashref
+
 WRONG = []  #: (check, words of its report, function)
 
 
@@ -383,6 +385,7 @@ ATTENTIONS = {
     "by_the_largest": ("One maximum", standard(by_the_largest_of_all)),
     "in_base_2": ("powers of 2, not of e", standard(lambda S: softmax(S * np.log(2)))),
     "root_d": ("√d where 1/√d belongs", standard(softmax, lambda q, k, v: q.shape[-1] ** 0.5)),
+    "root_n_q": ("the number of queries", standard(softmax, lambda q, k, v: q.shape[-2] ** -0.5)),
     "root_n": ("the number of keys", standard(softmax, lambda q, k, v: k.shape[-2] ** -0.5)),
     "root_d_v": ("the width of v", standard(softmax, lambda q, k, v: v.shape[-1] ** -0.5)),
     "squared": ("", standard(lambda S: softmax(S) ** 2)),
@@ -519,6 +522,127 @@ def first_values_for_all(Q, K, V, Bc=2):
     return tiled(step)(Q, K, V, len(Q), Bc)
 
 
+@wrong("attention", "scores without the scale")
+def from_lse_without_scale(q, k, v, scale):
+    _, lse = flashref.standard_attention(q, k, v, scale=scale, return_lse=True)
+    return np.exp(q @ k.swapaxes(-1, -2) - lse[..., None]) @ v if q.ndim == 2 else 1 / 0
+
+
+@wrong("attention", "divided by lse itself")
+def over_lse(q, k, v, scale):
+    _, lse = flashref.standard_attention(q, k, v, scale=scale, return_lse=True)
+    return np.exp(scale * q @ k.T) / lse[:, None] @ v
+
+
+@wrong("attention", "Only the share of the last key")
+def overwritten_by_each_key(q, k, v):
+    assert q.ndim == 2, "one head"
+    P, o = softmax(q @ k.T / np.sqrt(q.shape[1])), np.zeros((len(q), v.shape[1]))
+    for i in range(len(q)):
+        for j in range(len(k)):
+            o[i] = P[i, j] * v[j]
+    return o
+
+
+def by_rule(left=lambda i, l: i - l, right=lambda i, r: i + r, off=True, causal_off=True):
+    """Return attention that knows its pairs from their key positions, with a fault."""
+
+    def attention(q, k, v, causal=False, window=None):
+        n_q, n_k = q.shape[-2], k.shape[-2]
+        i, j = np.arange(n_q)[:, None], np.arange(n_k)
+        seen = np.ones((n_q, n_k), bool)
+        if causal:
+            seen &= j <= i + causal_off * (n_k - n_q)
+        if window is not None:
+            at = i + off * (n_k - n_q)
+            seen &= (j >= left(at, window[0])) & (j <= right(at, window[1]))
+        return flashref.standard_attention(q, k, v, mask=seen)
+
+    return attention
+
+
+def turned_window(q, k, v, causal=False, window=None):
+    return by_rule()(q, k, v, causal, window and window[::-1])
+
+
+RULES = {
+    "left_out": ("too narrow on the left", by_rule(left=lambda i, l: i - l + 1)),
+    "right_out": ("too narrow on the right", by_rule(right=lambda i, r: i + r - 1)),
+    "both_out": (
+        "narrow on both sides",
+        by_rule(left=lambda i, l: i - l + 1, right=lambda i, r: i + r - 1),
+    ),
+    "no_right": ("does not end on the right", by_rule(right=lambda i, r: i + 10**6)),
+    "no_left": ("does not end on the left", by_rule(left=lambda i, l: i - 10**6)),
+    "none": (
+        "Your window has no effect",
+        by_rule(left=lambda i, l: i - 10**6, right=lambda i, r: i + 10**6),
+    ),
+    "turned": ("left and right exchanged", turned_window),
+    "without_off": ("is not shifted", by_rule(off=False)),
+    "top_left": ("Neither causal nor the window is shifted", by_rule(off=False, causal_off=False)),
+    "causal_top_left": ("causal_top_left", by_rule(causal_off=False)),
+    "left_wide": ("window_one_too_wide", by_rule(left=lambda i, l: i - l - 1)),
+}
+for label, (words, function) in RULES.items():
+    attempt("attention", words, function, f"window_{label}")
+
+
+def causal_by_tiles(skip, full):
+    """Return attention whose causal tiles are sorted by skip and full of (i0, i1, j0, j1, off)."""
+
+    def attention(q, k, v, block_q, block_k, causal=False):
+        n_q, n_k = (len(x) for x in (q, k) if x.ndim == 2)
+        seen, off = np.ones((n_q, n_k), bool), n_k - n_q
+        for i in range(0, n_q, block_q):
+            for j in range(0, n_k, block_k):
+                tile = slice(i, min(i + block_q, n_q)), slice(j, min(j + block_k, n_k))
+                ends = i, tile[0].stop - 1, j, tile[1].stop - 1, off
+                if causal and skip(*ends):
+                    seen[tile] = False
+                elif causal and not full(*ends):
+                    seen[tile] = np.tri(n_q, n_k, off, dtype=bool)[tile]
+        return flashref.standard_attention(q, k, v, mask=seen)
+
+    return attention
+
+
+CAUSAL_TILES = {
+    "top_left": (
+        "as if n_q were n_k",
+        causal_by_tiles(lambda i, I, j, J, off: j > I, lambda i, I, j, J, off: J <= i),
+    ),
+    "by_first_query": (
+        "of which some query still sees a key",
+        causal_by_tiles(lambda i, I, j, J, off: j > i + off, lambda i, I, j, J, off: J <= i + off),
+    ),
+    "by_corner": (
+        "are not masked inside",
+        causal_by_tiles(
+            lambda i, I, j, J, off: j > I + off,
+            lambda i, I, j, J, off: J <= i + off or j > i + off,
+        ),
+    ),
+    "whole": (
+        "Partial tiles are left out",
+        causal_by_tiles(lambda i, I, j, J, off: J > i + off, lambda i, I, j, J, off: True),
+    ),
+    "unmasked": (
+        "diagonal_block_unmasked",
+        causal_by_tiles(lambda i, I, j, J, off: j > I + off, lambda i, I, j, J, off: True),
+    ),
+}
+for label, (words, function) in CAUSAL_TILES.items():
+    attempt("attention", words, function, f"tiles_{label}")
+
+
+@wrong("attention", "as if there were as many keys as queries")
+def packed_with_the_ends_of_the_queries(q, k, v, causal=False):
+    n = len(q) if q.ndim == 2 else 1 / 0
+    k, v = (np.concatenate([x, x - 2]) for x in (k, v))  # the next sequence behind it
+    return flashref.standard_attention(q, k[:n], v[:n], causal=causal)
+
+
 # --- the backward pass --------------------------------------------------------------------------
 
 
@@ -558,13 +682,20 @@ BACKWARDS = {
     "plus": ("a sign wrong", backward(lambda P, dP, D: P * (dP + D))),
     "turned": ("a sign wrong", backward(lambda P, dP, D: P * (D - dP))),
     "sigmoid": ("only the diagonal", backward(lambda P, dP, D: P * (1 - P) * dP)),
-    "unscaled_scores": ("", backward(right_ds, unscaled=True)),
+    "unscaled_scores": ("scores without the scale", backward(right_ds, unscaled=True)),
     "no_d": ("no_d_term", backward(lambda P, dP, D: P * dP)),
     "dv_of_ones": ("", backward(right_ds, dv=lambda P, dO: P.swapaxes(-1, -2) @ (0 * dO + 1))),
     "dv_squared": ("", backward(right_ds, dv=lambda P, dO: (P**2).swapaxes(-1, -2) @ dO)),
     "dq_alone": ("dk_unscaled", backward(right_ds, 1, 0)),
+    "d_is_a_mean": (
+        "the plain mean",
+        backward(lambda P, dP, D: P * (dP - dP.mean(-1, keepdims=True))),
+    ),
     "d_halved": ("", backward(lambda P, dP, D: P * (dP - D / 2))),
-    "d_of_columns": ("", backward(lambda P, dP, D: P * (dP - (P * dP).sum(-2, keepdims=True)))),
+    "d_of_columns": (
+        "summed over the queries",
+        backward(lambda P, dP, D: P * (dP - (P * dP).sum(-2, keepdims=True))),
+    ),
 }
 for label, (words, function) in BACKWARDS.items():
     attempt("attention_backward", words, function, f"backward_{label}")
@@ -575,6 +706,104 @@ def forgotten_in_p(do, q, k, v, o, lse):
     P = np.exp(q @ k.swapaxes(-1, -2) - lse[..., None])
     dS = P * (do @ v.swapaxes(-1, -2) - (do * o).sum(axis=-1, keepdims=True)) / np.sqrt(q.shape[-1])
     return dS @ k, dS.swapaxes(-1, -2) @ q, P.swapaxes(-1, -2) @ do
+
+
+def in_tiles(d="row", scale_p=True, scale_d=True, keys=lambda n, b: n, queries=lambda n, b: n,
+             weight=lambda S, lse: np.exp(S - lse)):  # fmt: skip
+    """Return Algorithm 4 with a fault."""
+
+    def attention_backward(do, q, k, v, o, lse, block_q, block_k):
+        tau = 1 / math.sqrt(q.shape[1])
+        dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
+        for j in range(0, keys(len(k), block_k), block_k):
+            cols = slice(j, j + block_k)
+            for i in range(0, queries(len(q), block_q), block_q):
+                rows = slice(i, i + block_q)
+                P = weight((tau if scale_p else 1) * q[rows] @ k[cols].T, lse[rows, None])
+                dP = do[rows] @ v[cols].T
+                D = P * dP if d == "tile" else do[rows] * o[rows]
+                dS = (tau if scale_d else 1) * P * (dP - D.sum(axis=1)[:, None])
+                dq[rows] += dS @ k[cols]
+                dk[cols] += dS.T @ q[rows]
+                dv[cols] += P.T @ do[rows]
+        return dq, dk, dv
+
+    return attention_backward
+
+
+def by_whole_tiles(n, size):
+    return n // size * size
+
+
+IN_TILES = {
+    "d_of_a_tile": ("one tile alone", in_tiles(d="tile")),
+    "no_tail_of_keys": ("block of keys is never visited", in_tiles(keys=by_whole_tiles)),
+    "no_tail_of_queries": ("block of queries is never visited", in_tiles(queries=by_whole_tiles)),
+    "no_tau_in_p": ("scores without the scale", in_tiles(scale_p=False)),
+    "no_tau": ("missing everywhere", in_tiles(scale_p=False, scale_d=False)),
+    "over_lse": ("divided by lse itself", in_tiles(weight=lambda S, lse: np.exp(S) / lse)),
+}
+for label, (words, function) in IN_TILES.items():
+    attempt("attention_backward", words, function, f"backward_{label}")
+
+
+def of_groups(share, gather):
+    """Return a backward pass that copies key heads with `share`, and takes gradients home."""
+
+    def attention_backward(do, q, k, v):
+        if q.ndim == 2:
+            heads = (x[None] for x in (do, q, k, v))
+            return tuple(x[0] for x in attention_backward(*heads))
+        n_kv, group = k.shape[-3], q.shape[-3] // k.shape[-3]
+        dq, dk, dv = backward(right_ds)(do, q, share(k, group), share(v, group))
+        return dq, gather(dk, n_kv), gather(dv, n_kv)
+
+    return attention_backward
+
+
+def repeated(x, group):
+    return x.repeat(group, axis=-3)
+
+
+def put_one_after_another(x, group):
+    return np.concatenate(group * [x], axis=-3)
+
+
+def parts(x, *heads):
+    return x.reshape(*x.shape[:-3], *heads, *x.shape[-2:])
+
+
+def summed(x, n_kv):
+    return parts(x, n_kv, -1).sum(axis=-3)
+
+
+GROUPS = {
+    "tile": ("0,0,1,1, not 0,1,0,1", of_groups(put_one_after_another, summed)),
+    "tile_twice": (
+        "0,0,1,1, not 0,1,0,1",
+        of_groups(put_one_after_another, lambda x, n: parts(x, -1, n).sum(axis=-4)),
+    ),
+    "tile_back": (
+        "over the wrong query heads",
+        of_groups(repeated, lambda x, n: parts(x, -1, n).sum(axis=-4)),
+    ),
+    "mean": (
+        "are the mean over the query heads",
+        of_groups(repeated, lambda x, n: parts(x, n, -1).mean(axis=-3)),
+    ),
+    "first": (
+        "of one query head alone",
+        of_groups(repeated, lambda x, n: parts(x, n, -1)[..., 0, :, :]),
+    ),
+    "first_heads": ("of one query head alone", of_groups(repeated, lambda x, n: x[..., :n, :, :])),
+    "last": (
+        "gqa_gradients_not_summed",
+        of_groups(repeated, lambda x, n: parts(x, n, -1)[..., -1, :, :]),
+    ),
+    "never_gathered": ("a gradient for each query head", of_groups(repeated, lambda x, n: x)),
+}
+for label, (words, function) in GROUPS.items():
+    attempt("attention_backward", words, function, f"groups_{label}")
 
 
 @wrong("attention_backward", "keep only the last")
@@ -617,9 +846,11 @@ SPARSE = {
     "turned": ("the other way round", sparse(lambda m, *sizes: ~spread(m, *sizes))),
     "late": ("after the softmax", sparse(spread, late=True)),
     "dense": ("sparse_mask_ignored", sparse(lambda m, r, c, n, o: np.ones((n, o), bool))),
-    "sizes_swapped": ("", sparse(lambda m, r, c, n, o: spread(m, c, r, n, o))),
+    "sizes_swapped": ("block_q and block_k are exchanged", sparse(
+        lambda m, r, c, n, o: spread(m, c, r, n, o))),
     "diagonal_kept": ("", sparse(lambda m, *s: spread(m, *s) | np.eye(*s[2:], dtype=bool))),
     "causal_besides": ("", sparse(lambda m, *s: spread(m, *s) & np.tri(*s[2:], dtype=bool))),
+    "copied": ("again and again", sparse(lambda m, r, c, n, o: np.tile(m, (r, c))[:n, :o])),
     "flipped": ("", sparse(lambda m, *s: spread(m[::-1], *s))),
     "first_row_for_all": ("", sparse(lambda m, *s: spread(m[:1], *s))),
     "last_row_for_all": ("", sparse(lambda m, *s: spread(m[-1:], *s))),
@@ -644,6 +875,26 @@ SPARSE = {
 def softmax_bare(S):
     e = np.exp(S - S.max(axis=-1, keepdims=True))
     return e / e.sum(axis=-1, keepdims=True)
+
+
+@wrong("block_sparse_attention", "Rows and columns of the block mask are exchanged")
+def sparse_transposed(q, k, v, block_mask, block_q, block_k, empty=-np.inf, turned=True):
+    o, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), empty)
+    for i in range(0, len(q), block_q):
+        at = [
+            (j // block_k, i // block_q)[:: 1 if turned else -1] for j in range(0, len(k), block_k)
+        ]
+        keys = [slice(t * block_k, (t + 1) * block_k) for t, a in enumerate(at) if block_mask[a]]
+        if keys:
+            k_i, v_i = (np.concatenate([x[cols] for cols in keys]) for x in (k, v))
+            rows = slice(i, i + block_q)
+            o[rows], lse[rows] = flashref.standard_attention(q[rows], k_i, v_i, return_lse=True)
+    return o, lse
+
+
+@wrong("block_sparse_attention", "lse of a query that sees no key")
+def sparse_with_lse_0_for_nothing(q, k, v, block_mask, block_q, block_k):
+    return sparse_transposed(q, k, v, block_mask, block_q, block_k, 0.0, turned=False)
 
 
 for label, (words, function) in SPARSE.items():
@@ -700,6 +951,8 @@ COUNTS = {
         n * (e + 1), n * d + R * o * (d + e))),
     "per_key_block": ("once per block of keys", lambda n, o, d, e, R, C: (
         n * d + C * o * (d + e), n * (e + 1))),
+    "not_rounded": ("is not rounded", lambda n_q, n_k, d, d_v, block_q, block_k: (
+        n_q * d + n_q / block_q * n_k * (d + d_v), n_q * (d_v + 1))),
     "per_query": ("once per query", lambda n, o, d, e, R, C: (
         n * d + n * o * (d + e), n * (e + 1))),
     "no_values": ("V is not", lambda n, o, d, e, R, C: (n * d + R * o * d, n * (e + 1))),
@@ -716,7 +969,8 @@ COUNTS = {
     "d_twice": ("", lambda n, o, d, e, R, C: (n * d + 2 * R * o * d, n * (d + 1))),
 }  # fmt: skip
 for label, (words, formula) in COUNTS.items():
-    attempt("traffic", words, counted(formula), f"traffic_{label}")
+    whole = formula if label == "not_rounded" else counted(formula)
+    attempt("traffic", words, whole, f"traffic_{label}")
 
 
 @wrong("traffic", "traffic_blocks_floored")
