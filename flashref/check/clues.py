@@ -353,8 +353,8 @@ def only_when(tried, wrong):
     """Say what all wrong cases have and no right one lacks."""
     if not wrong or len(wrong) == len(tried):
         return None
-    if all(t.error is not None for t in wrong):
-        return None  # what an error is about, its text says better
+    if all(t.error is not None and "sram_elements=" in t.error.text for t in wrong):
+        return None  # a memory was full, whatever those cases have in common
     for what, test in SITUATIONS:
         affected = [t for t in tried if test(t.case)]
         if affected and all(test(t.case) for t in wrong) and len(affected) < len(tried):

@@ -60,8 +60,9 @@ def test_every_lesson_is_there_under_its_title_and_with_its_time():
     for number, (title, text) in SECTIONS.items():
         assert BY_NUMBER[number].cells[0].source.splitlines()[0] == f"# {title}"
         [row] = re.findall(rf"^\| \[{number} · .*", overview, re.MULTILINE)
-        minutes = re.search(r"\*\*Time\.\*\* (\d+) min", text)
-        assert minutes and f"| {minutes[1]} min" in row
+        times = row.split(" | ")[2], re.search(r"\*\*Time\.\*\* (.*)", text)[1]
+        minutes, said = (re.match(r"\d+", time)[0] for time in times)
+        assert said == minutes, number
         for part in ("Goals", "They will say", "Ask", "Grade"):
             assert f"\n**{part}" in text, (number, part)
 
@@ -137,7 +138,7 @@ COMMANDS = [
     line.removeprefix("$ ") for code, _ in fences(GUIDE, "console") for line in code.splitlines()
 ]
 RUN_HERE = {  # by the tests below
-    "git archive --format=zip --output course.zip HEAD . ':!flashref/tests/solutions'",
+    "git archive --format=zip --output course.zip HEAD . ':!flashref/tests'",
     "python -m flashref check homework.py",
     "python -m flashref check homework.py --only softmax --only attention --json report.json",
     "python -m flashref.tests.grading.sample_class rehearsal --seed 7",
@@ -181,7 +182,8 @@ def test_the_archive_has_the_lessons_and_not_their_solutions(repository, tmp_pat
     subprocess.run(words, cwd=repository, check=True)
     names = zipfile.ZipFile(tmp_path / "course.zip").namelist()
     assert "notebooks/02_safe_softmax.ipynb" in names and "Makefile" in names
-    assert not [name for name in names if "solutions/" in name]
+    assert "flashref/check/mistakes.py" in names
+    assert not [name for name in names if "tests/" in name]
 
 
 def test_the_class_grader_does_what_it_says(tmp_path, monkeypatch):
@@ -189,6 +191,9 @@ def test_the_class_grader_does_what_it_says(tmp_path, monkeypatch):
     for student, submission in sample_class.write(tmp_path / "all").items():
         if submission.name in wanted:
             shutil.copytree(tmp_path / "all" / student, tmp_path / "class" / submission.name)
+    wanted["no_text"] = 0
+    (tmp_path / "class" / "no_text").mkdir()
+    (tmp_path / "class" / "no_text" / "homework.py").write_bytes(b"\xff\xfe\x00")
     monkeypatch.chdir(tmp_path)
     [(program, _)] = fences(GUIDE, "python")
     exec(compile(program, "grade.py", "exec"), {"__name__": "__main__"})
@@ -197,6 +202,7 @@ def test_the_class_grader_does_what_it_says(tmp_path, monkeypatch):
     assert {name: int(row["points"]) for name, row in got.items()} == wanted
     assert got["no_scale"]["attention"] == "scale_missing"
     assert got["half_done"]["attention"] == "missing"
+    assert got["no_text"]["softmax"] == "unreadable"
 
 
 def test_a_lesson_can_be_handed_in_as_it_is(tmp_path, capsys):

@@ -3,9 +3,10 @@
 from ipywidgets import Dropdown, IntSlider
 
 from flashref import flash3, plots
+from flashref.inputs import count
 from flashref.widgets.explorer import Explorer, labelled
 
-BLOCKS, BUFFERS, TIME = 6, 4, 8  # the sliders end here
+BLOCKS, BUFFERS, TIME = 6, 4, 8  # the sliders end here, or where they start
 
 
 def pipeline_explorer(
@@ -28,21 +29,27 @@ def pipeline_explorer(
     -------
     explorer : Explorer
         With the controls kind, blocks, buffers, load, qk, softmax and pv.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If there is no such kind, or another argument is no integer that its slider can take.
     """
     flash3.programs(kind, blocks)  # a name that no menu has is refused here
 
-    def slider(label, value, least, most):
-        ends = {"min": least, "max": most, "continuous_update": False}
+    def slider(label, name, value, least, most):
+        value = count(name, value, least)
+        ends = {"min": least, "max": max(most, value), "continuous_update": False}
         return labelled(IntSlider, label, 270, value=value, **ends)
 
     controls = {
         "kind": labelled(Dropdown, "schedule", 270, options=list(flash3.KINDS), value=kind),
-        "blocks": slider("key blocks", blocks, 1, BLOCKS),
-        "buffers": slider("buffers (blocks)", buffers, 1, BUFFERS),
-        "load": slider("load (time)", load, 0, TIME),
-        "qk": slider("QKᵀ (time)", qk, 0, TIME),
-        "softmax": slider("softmax (time)", softmax, 0, TIME),
-        "pv": slider("PV (time)", pv, 0, TIME),
+        "blocks": slider("key blocks", "blocks", blocks, 1, BLOCKS),
+        "buffers": slider("buffers (blocks)", "buffers", buffers, 1, BUFFERS),
+        "load": slider("load (time)", "load", load, 0, TIME),
+        "qk": slider("QKᵀ (time)", "qk", qk, 0, TIME),
+        "softmax": slider("softmax (time)", "softmax", softmax, 0, TIME),
+        "pv": slider("PV (time)", "pv", pv, 0, TIME),
     }
 
     def draw(kind, blocks, **values):

@@ -4,7 +4,7 @@ import numpy as np
 from ipywidgets import Button, Dropdown, IntSlider, Text
 
 from flashref import plots
-from flashref.inputs import float_array, require
+from flashref.inputs import count, float_array, require
 from flashref.widgets.explorer import Explorer, labelled
 
 
@@ -31,6 +31,7 @@ def softmax_stepper(x=None, v=None, block=2):
     x = float_array("x", x)
     require(x.ndim == 1 and len(x) > 0, f"x has shape {x.shape}; give one row of scores, (n,)")
     v = None if v is None else float_array("v", v)
+    block = min(count("block", block), len(x))
     scores = ", ".join(f"{s:g}" for s in x)
     controls = {
         "scores": labelled(Text, "scores", 280, value=scores, continuous_update=False),

@@ -7,6 +7,7 @@ import re
 
 import pytest
 
+from flashref import check
 from flashref.check import command
 from flashref.check.mistakes import BY_ID
 from flashref.tests.grading import record_class, sample_class
@@ -49,6 +50,17 @@ def test_a_seed_makes_the_same_class_again_and_another_seed_another_one(tmp_path
         made[name] = [(path.relative_to(tmp_path / name), path.read_bytes()) for path in files]
         assert len(files) == 3 * 30 and {s.name for s in who.values()} == set(CLASS)
     assert made["a"] == made["b"] != made["c"]
+
+
+def test_a_seed_changes_no_verdict():
+    for submission, code in sample_class.handed_in(seed=1).values():
+        if submission.kind.startswith("hostile") or "missing" in submission.verdicts.values():
+            continue  # not to be run in here
+        exec(sample_class.as_file(code), homework := {})
+        for name, verdict in submission.verdicts.items():
+            report = getattr(check, name)(homework[name])
+            got = "passed" if report.passed else f"failed {report.mistake or ''}".strip()
+            assert got == verdict, (submission.name, name)
 
 
 def test_the_notebooks_hold_the_students_code(tmp_path):

@@ -118,9 +118,18 @@ def test_same_bytes_every_time():
     (lambda: plots.backward_recompute(60, 6, 16, 20, col=-1), "col=-1"),
     (lambda: plots.saved_memory(()), "n_values"),
     (lambda: plots.saved_elements(0, 4), "n="),
-    (lambda: plots.keep_masks({}), "empty"),
+    (lambda: plots.saved_memory([1.5]), "n_values=1.5 must be an integer"),
+    (lambda: plots.backward_recompute(block_q=0), "block_q=0"),
+    (lambda: plots.backward_recompute(row=1.5), "row=1.5"),
+    (lambda: plots.keep_masks({}), "masks is empty"),
+    (lambda: plots.keep_masks([]), r"masks=\[\] must be a dict of title to a boolean array"),
+    (lambda: plots.keep_masks({"a": np.ones((2, 2))}), "a has dtype float64; it must be boolean"),
+    (
+        lambda: plots.keep_masks({"a": np.eye(2) > 0}, tile=(slice(0, 3), slice(0, 1))),
+        r"tile=.*inside 2 rows, 2 columns",
+    ),
     (lambda: plots.keep_masks({"a": np.ones((2, 2), bool), "b": np.ones((2, 3), bool)}), "shapes"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(call, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call()

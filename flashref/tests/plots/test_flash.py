@@ -166,3 +166,20 @@ def test_each_warp_has_its_part_and_split_k_has_partial_outputs(warps):
 def test_more_warps_than_looks_are_refused():
     with pytest.raises(ValueError, match="warps=5"):
         plots.warp_split(warps=5)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: plots.cut_into_blocks(n_k=0), "n_k=0"),
+    (lambda: plots.cut_into_blocks(block_k=0), "block_k=0"),
+    (lambda: plots.cut_into_blocks(tile=3), "tile=3 must be a pair"),
+    (lambda: plots.work_on_output(4.5, 4, 4), "n=4.5"),
+    (lambda: plots.work_on_output(4, 4, -1), "block_k=-1"),
+    (lambda: plots.slow_work(price=np.nan), "price=nan"),
+    (lambda: plots.slow_work(price=0), "price=0 must be above 0"),
+    (lambda: plots.busy_processors(heads=0), "heads=0"),
+    (lambda: plots.busy_processors(machine="A100"), "machine='A100' must be a Machine"),
+    (lambda: plots.warp_split(block_q=-1), "block_q=-1"),
+])  # fmt: skip
+def test_bad_input_is_one_sentence(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()

@@ -158,9 +158,11 @@ def test_the_default_points_are_the_everyday_ones():
 
 @pytest.mark.parametrize("points, message", [
     ({}, "points is empty"), ({"nothing": 0.0}, r"points\['nothing'\] is 0.0"),
+    ({"a": np.nan}, r"points\['a'\]=nan must be a finite number"), ([1], r"points=\[1\] must be"),
+    ({f"{n}": 1.0 for n in range(9)}, "points holds 9 programs"),
 ])  # fmt: skip
 def test_what_has_no_place_under_a_roof_is_refused(points, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         plots.roofline(A100, points)
 
 

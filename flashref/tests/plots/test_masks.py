@@ -217,11 +217,13 @@ def test_what_is_too_small_for_shapes_is_still_drawn_by_kind():
     (dict(d=0), "d=0"),
     (dict(causal="bottom"), "causal='bottom'"),
     (dict(window=(1, -1)), r"window=\(1, -1\)"),
+    (dict(pattern=lambda t: True), r"the pattern for t=2 has shape \(\); it must be \(2, 2\)"),
+    (dict(pattern=np.ones((2, 2))), "pattern has dtype float64"),
     (dict(pattern=np.ones((3, 3), bool)), r"block_mask has shape \(3, 3\).*\(2, 2\)"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(change, message):
     arguments = dict(n_q=8, block_q=4, block_k=4) | change
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         plots.mask_tiles(**arguments)
 
 
@@ -303,3 +305,17 @@ def test_without_a_pattern_nothing_is_kept_or_hatched():
     assert not hatches(picture.figure.axes[0])
     with pytest.raises(ValueError, match="masses is empty"):
         plots.tile_mass({})
+    with pytest.raises(ValueError, match="one holds nan"):
+        plots.tile_mass({"one": np.full((2, 3), np.nan)})
+    with pytest.raises(ValueError, match=r"pattern has shape \(2, 2\); one has \(2, 3\)"):
+        plots.tile_mass({"one": np.full((2, 3), 1 / 6)}, np.eye(2, dtype=bool))
+
+
+def test_lists_are_patterns_too():
+    by_list = plots.mask_tiles(8, block_q=4, block_k=4, pattern=[[True, False], [True, True]])
+    assert "3 of 4 tiles are computed" in by_list.alt
+
+
+def test_a_pattern_without_tiles_lies_on_the_floor():
+    picture = plots.traffic_by_s(64, 4, 16, {"none": lambda t: np.zeros((t, t), bool)})
+    assert "none 896 at s = 0" in picture.alt

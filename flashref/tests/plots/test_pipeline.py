@@ -132,6 +132,10 @@ def test_tasks_differ_in_hatch_and_neighbours_in_grey():
 def test_nothing_to_draw_is_refused():
     with pytest.raises(ValueError, match="schedules is empty"):
         plots.timeline({})
+    with pytest.raises(TypeError, match=r"schedules\['a'\]=3 must be a Schedule"):
+        plots.timeline({"a": 3})
+    with pytest.raises(ValueError, match="span=-1 must be above 0"):
+        plots.timeline(FLASH3, span=-1)
 
 
 # FP8
@@ -180,6 +184,8 @@ def test_bars_are_the_errors(seeds):
     (lambda: plots.fp8_line([1.0]), "at least two numbers"),
     (lambda: plots.fp8_line([1.0, -1.0]), "must be positive"),
     (lambda: plots.fp8_line([1.0, np.inf]), "must be positive, finite"),
+    (lambda: plots.fp8_errors(np.ones((4, 0))), r"shape \(4, 0\)"),
+    (lambda: plots.fp8_errors([1.0, 2.0, 3.0, -1.0]), "must be finite, at least 0"),
     (lambda: plots.fp8_errors([1.0, 2.0]), r"shape \(2, 1\); give for one scale"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(call, message):

@@ -247,6 +247,14 @@ def test_inputs_are_not_changed():
     (lambda: plots.softmax_steps(X, V, 2, show=[3]), r"show=\[3\].*there are 2"),
     (lambda: plots.softmax_steps(X, V[:3], 2), r"v has shape \(3, 2\)"),
     (lambda: plots.softmax_steps(X, V, 0), "block=0"),
+    (lambda: plots.softmax_steps(X, np.ones((len(X), 0))), "v has no columns"),
+    (lambda: plots.softmax_steps(X, V, 2, show=[]), r"show=\[\]"),
+    (lambda: plots.describe_steps([[1, 2]]), r"x has shape \(1, 2\)"),
+    (lambda: plots.merge_tree(X, V), "there is no tree"),
+    (lambda: plots.merge_tree(X, V, (0, 1)), r"tree=\(0, 1\) must be nested pairs"),
+    (lambda: plots.merge_tree(X, V, (1, 1)), r"tree=\(1, 1\) must be .* different keys"),
+    (lambda: plots.merge_tree(X, V, (1, 2, 3)), r"tree=\(1, 2, 3\) must be nested pairs"),
+    (lambda: plots.merge_tree(X, V, ((1, 9), 2)), "from 1 to 4"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):

@@ -157,6 +157,22 @@ def test_bad_input_is_one_sentence(values, message):
         plots.block_size_curves(**values)
 
 
+@pytest.mark.parametrize("call, message", [
+    (lambda: plots.traffic_by_block(64, 4, ()), "blocks is empty"),
+    (lambda: plots.traffic_by_block(64, 4, (8,)), r"blocks=\[8\]; give two sizes"),
+    (lambda: plots.traffic_by_block(0), "n=0"),
+    (lambda: plots.traffic_by_memory(64, 4, (0,)), "sizes=0"),
+    (lambda: plots.traffic_by_memory(8, 64), "n=8 is too small for d=64"),
+])  # fmt: skip
+def test_curves_refuse_what_has_no_curve(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_two_sizes_are_a_curve():
+    assert "as tiles grow from 8 to 16" in plots.traffic_by_block(64, 4, (16, 8)).alt
+
+
 @pytest.mark.parametrize("n, d, M, block", [(1, 1, 1, 1), (2, 300, 5, 2), (8192, 1, 10**9, 8192)])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_extremes_can_be_drawn(n, d, M, block, algorithm):

@@ -120,3 +120,11 @@ def test_it_answers_soon(explorer):
 def test_a_reader_without_a_kernel_gets_a_sentence(explorer):
     plain = explorer._repr_mimebundle_()["text/plain"]
     assert "pipeline_explorer: run this cell" in plain and len(plain) < 110
+
+
+def test_a_start_that_no_slider_can_take_is_refused_not_moved():
+    with pytest.raises(ValueError, match="buffers=0 must be at least 1"):
+        widgets.pipeline_explorer(buffers=0)
+    with pytest.raises(TypeError, match=r"load=1.5 must be an integer of at least 0"):
+        widgets.pipeline_explorer(load=1.5)
+    assert "for 9 blocks" in widgets.pipeline_explorer(blocks=9).text

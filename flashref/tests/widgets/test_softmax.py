@@ -138,6 +138,8 @@ def test_a_start_that_no_slider_has_is_moved_into_range():
 def test_a_matrix_is_refused():
     with pytest.raises(ValueError, match=r"x has shape \(2, 2\)"):
         widgets.softmax_stepper(np.eye(2))
+    with pytest.raises(ValueError, match="block=0 must be at least 1"):
+        widgets.softmax_stepper([1, 2], block=0)
 
 
 def test_shift_slider_shows_what_the_formula_gives():
