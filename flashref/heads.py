@@ -373,6 +373,14 @@ def _blas():
     return ThreadpoolController()
 
 
+def _let_any_thread_limit_blas():
+    """Undo that, from threadpoolctl 3.8 on, only the thread that limited OpenBLAS may do so."""
+    from threadpoolctl import OpenBLASController
+
+    if hasattr(OpenBLASController, "clear_controlling_thread"):
+        OpenBLASController.clear_controlling_thread(force=True)
+
+
 class _OneBlasThread:
     """Hold BLAS to one thread while any call runs: the first sets it, the last restores it."""
 
@@ -382,6 +390,7 @@ class _OneBlasThread:
     def __enter__(self):
         with self.lock:
             if self.calls == 0 and _blas():
+                _let_any_thread_limit_blas()
                 self.limiter = _blas().limit(limits=1, user_api="blas")
             self.calls += 1
 
@@ -389,7 +398,9 @@ class _OneBlasThread:
         with self.lock:
             self.calls -= 1
             if self.calls == 0 and self.limiter:
+                _let_any_thread_limit_blas()
                 self.limiter.restore_original_limits()
+                _let_any_thread_limit_blas()
                 self.limiter = None
 
 

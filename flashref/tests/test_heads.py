@@ -163,6 +163,39 @@ def test_callers_in_threads_leave_blas_as_it_was():
     assert blas_threads() == before
 
 
+def test_the_last_to_leave_restores_blas_for_the_first_to_enter():
+    """In whichever thread, while the other lives on: threadpoolctl 3.8 would leave it as it is."""
+    threadpoolctl = pytest.importorskip("threadpoolctl", reason="without it BLAS is left alone")
+
+    def blas_threads():
+        info = threadpoolctl.threadpool_info()
+        return {lib["num_threads"] for lib in info if lib["user_api"] == "blas"}
+
+    entered, leave, left, end = (threading.Event() for _ in range(4))
+
+    def first():
+        with heads._one_blas_thread:
+            entered.set()
+            leave.wait(10)
+        left.set()
+        end.wait(10)
+
+    thread = threading.Thread(target=first)
+    with threadpoolctl.threadpool_limits(2, user_api="blas"):  # a worker of pytest may have 1
+        before = blas_threads()
+        thread.start()
+        entered.wait(10)
+        with heads._one_blas_thread:
+            assert blas_threads() == {1}
+            leave.set()
+            left.wait(10)
+            assert blas_threads() == {1}
+        after = blas_threads()
+    end.set()
+    thread.join(10)
+    assert after == before
+
+
 def test_masked_scores_leave_their_values_out_of_the_steps():
     steps = flashref.online_softmax_steps([-np.inf, 2.0], [[np.nan], [2.0]])
     assert steps[-1].o == 2.0
