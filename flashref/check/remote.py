@@ -483,6 +483,7 @@ class Process:
             names = {number.value: number.name for number in signal.Signals}
             name = names.get(-code, f"signal {-code}")
             text = f"it crashed the Python interpreter ({name})"
+        self.close()  # so that all it wrote has been read, the lines too
         return self.stop(Crashed(text, self._lines()))
 
     def _lines(self):
