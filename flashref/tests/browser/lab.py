@@ -29,25 +29,43 @@ CONNECTED = """path => {
   const context = window.jupyterapp?.shell?.currentWidget?.context;
   return context?.path === path && context.isReady
     && context.sessionContext.session?.kernel?.connectionStatus === 'connected'; }"""
+RESTORED = """() => {
+  window.jupyterapp?.restored.then(() => { window.isRestored = true; });
+  return window.isRestored; }"""
 ASKS = "!!document.querySelector('.jp-Dialog')"  # as for a kernel that a notebook does not name
 OPEN_NEXT = """async path => {
   const { commands, serviceManager, shell } = window.jupyterapp;
   shell.currentWidget?.dispose();  // and not close(), which would ask whether to save
   await serviceManager.sessions.shutdownAll();
   await commands.execute('docmanager:open', { path, factory: 'Notebook' }); }"""
-RUN_TO = """async ([text, upto]) => {
+# Lab's own promises are not awaited: some are never kept (a scroll that another one replaces, a
+# cell of a notebook that was loaded again). What they would have told is looked for on the page.
+RUN_TO = """([text, upto]) => {
   const { commands, shell } = window.jupyterapp;
   const notebook = shell.currentWidget.content;
   const at = notebook.widgets.findIndex(cell => cell.model.sharedModel.source.includes(text));
   if (at < 0) throw new Error(`no cell holds ${text}`);
+  const asked = notebook.widgets.slice(upto ? 0 : at, at + 1);
+  for (const cell of asked) if (cell.model.type === 'code') cell.model.executionCount = null;
   notebook.deselectAll();
   notebook.activeCellIndex = at;
-  if (upto && at > 0) await commands.execute('notebook:run-all-above');
-  await commands.execute('notebook:run-cell');
-  await notebook.scrollToCell(notebook.widgets[at], 'start');
+  window.asked = { notebook, asked, at };
+  (async () => {
+    if (upto && at > 0) await commands.execute('notebook:run-all-above');
+    await commands.execute('notebook:run-cell');
+  })();
+}"""
+HAS_RUN = """() => {
+  const { notebook, asked } = window.asked;
+  return notebook.isDisposed || asked.every(cell => cell.model.type !== 'code'
+    || (cell.model.executionCount !== null && cell.model.executionState !== 'running')); }"""
+SHOW = """() => {
+  const { notebook, at } = window.asked;
+  if (notebook.isDisposed) return false;
+  notebook.scrollToCell(notebook.widgets[at], 'start').catch(() => {});
   document.querySelector('[data-ran]')?.removeAttribute('data-ran');
   notebook.widgets[at].node.dataset.ran = 'here';
-}"""
+  return notebook.widgets[at].node.isConnected; }"""
 
 
 def chromium():
@@ -152,16 +170,23 @@ class Reader:
             self.page.evaluate(OPEN_NEXT, path)  # far quicker than to load the page again
         else:
             self.page.goto(f"{self.address}/{view}/{path}?token={self.token}")
+            self.page.wait_for_function(RESTORED)
         self.page.wait_for_function(f"path => {ASKS} || ({CONNECTED})(path)", arg=path)
         if self.page.evaluate(ASKS):
             raise RuntimeError(f"{path}: {self.page.locator('.jp-Dialog').inner_text()}")
 
+    def execute(self, text, upto=True):
+        """Run the first cell that holds `text`, and those above it; bring it into sight."""
+        for _ in range(3):  # Notebook 7 may load the notebook again while it starts
+            self.page.evaluate(RUN_TO, [text, upto])
+            self.page.wait_for_function(HAS_RUN, timeout=60_000)
+            if self.page.evaluate(SHOW):
+                return
+        raise RuntimeError(f"the notebook was loaded again each time {text!r} was run")
+
     def run(self, text, upto=True):
         """Run the first cell that holds `text`, and those above it; return its widget."""
-        self.page.evaluate(
-            "() => document.querySelector('[data-ran]')?.removeAttribute('data-ran')"
-        )
-        self.page.evaluate(RUN_TO, [text, upto])
+        self.execute(text, upto)
         return Widget(self.page, self.page.locator("[data-ran] .jp-OutputArea-output .widget-vbox"))
 
 

@@ -267,14 +267,14 @@ def test_notebook_7_shows_a_widget_too(reader):
         absent("the package notebook is not installed")
     reader.open("notebooks/03_online_softmax.ipynb", view="notebooks")
     widget = reader.run("widgets.softmax_stepper(")
-    reader.errors.clear()  # Notebook's own, while it starts
     pair = Pair(widget, widgets.softmax_stepper([1, 2, 3, 10], V, block=2))
-    widget.press(
-        "step (blocks seen)", "PageUp"
-    )  # it keeps the arrows for walking from cell to cell
+    # Notebook keeps the arrows for walking from cell to cell
+    widget.press("step (blocks seen)", "PageUp")
     pair.set(step=2)
     widget.button("Back").click()
     pair.set(step=1)
+    own = ("reading 'schema'", "'filebrowser:open-path' not registered")  # of Notebook's start
+    reader.errors[:] = [error for error in reader.errors if not any(x in error for x in own)]
 
 
 def test_a_request_to_another_host_and_a_failing_script_are_noticed(reader):

@@ -115,7 +115,7 @@ def with_browser(folder, top):
             if folder:
                 widget.root.screenshot(path=folder / f"{name}-start.png")
                 for at in range(len(settings)):
-                    reader.page.evaluate(lab.RUN_TO, [f"# setting {at}", False])
+                    reader.execute(f"# setting {at}", upto=False)
                     reader.page.wait_for_timeout(1500)
                     widget.root.screenshot(path=folder / f"{name}-{at}.png")
         browser.close()
