@@ -41,10 +41,12 @@ def dropout_keep(seed, shape, p):
     True
     """
     p, seed = check_dropout(p, seed, "p")
+    given = shape
     try:
-        shape = tuple(count("shape", n, least=0) for n in shape)
-    except TypeError as error:
-        raise TypeError(f"shape={shape!r} must be a tuple of integers, (..., n_q, n_k)") from error
+        shape = tuple(count("shape", n, least=0) for n in given)
+    except (TypeError, ValueError) as error:
+        rule = "must be a tuple of integers of at least 0, (..., n_q, n_k)"
+        raise type(error)(f"shape={given!r} {rule}") from error
     require(len(shape) >= 2, f"shape={shape} must have at least two axes, (..., n_q, n_k)")
     *lead, n_q, n_k = shape
     keep = np.ones((int(np.prod(lead, dtype=int)), n_q, n_k), bool)

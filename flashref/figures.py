@@ -41,7 +41,7 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m flashref figures", description=__doc__)
     parser.add_argument("--folder", default="figures", help="where to put them (default: figures)")
     folder = Path(parser.parse_args(argv).folder)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():
         picture = draw()
         picture.save(folder / name)

@@ -34,6 +34,8 @@ def bool_array(name, x, instead):
 
 def any_array(name, x):
     """Return x as a NumPy array without a copy where possible: `__array__` first, then DLPack."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(f"{name} is a masked array, whose mask would be lost; give x.filled(...)")
     try:
         if hasattr(x, "__dlpack__") and not hasattr(x, "__array__"):
             return np.from_dlpack(x)
@@ -64,6 +66,8 @@ def is_integer(value):
 
 def finite_number(name, value, hint=""):
     """Return value as a float; NaN, infinities and whatever is no number are refused."""
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value[()]
     if isinstance(value, bool | np.bool_) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r} must be a finite number{hint}")
     try:

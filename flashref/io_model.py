@@ -31,7 +31,7 @@ def standard_traffic(n_q, n_k, d, d_v):
     >>> standard_traffic(64, 64, 16, 16)
     (11264, 9216)
     """
-    _check_sizes(n_q, n_k, d, d_v)
+    n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
     return (n_q + n_k) * d + 2 * n_q * n_k + n_k * d_v, 2 * n_q * n_k + n_q * d_v
 
 
@@ -53,7 +53,7 @@ def standard_backward_traffic(n_q, n_k, d, d_v):
     >>> standard_backward_traffic(64, 64, 16, 16)
     (25600, 11264)
     """
-    _check_sizes(n_q, n_k, d, d_v)
+    n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
     loads = 5 * n_q * n_k + n_q * (d + 2 * d_v) + n_k * (d + d_v)
     return loads, 2 * n_q * n_k + n_q * d + n_k * (d + d_v)
 
@@ -80,8 +80,8 @@ def fa1_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None
     >>> fa1_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (6400, 3456)
     """
-    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
-    return _fa1(n_q, n_k, d, d_v, t)
+    *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
+    return _fa1(*sizes, t)
 
 
 def fa1_backward_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None):
@@ -102,8 +102,8 @@ def fa1_backward_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, wi
     >>> fa1_backward_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (10368, 7168)
     """
-    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
-    return _fa1_backward(n_q, n_k, d, d_v, t)
+    *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
+    return _fa1_backward(*sizes, t)
 
 
 def block_sparse_traffic(
@@ -131,8 +131,8 @@ def block_sparse_traffic(
     >>> block_sparse_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (4224, 2304)
     """
-    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
-    return _fa1(n_q, n_k, d, d_v, t)
+    *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
+    return _fa1(*sizes, t)
 
 
 def block_sparse_backward_traffic(
@@ -157,8 +157,8 @@ def block_sparse_backward_traffic(
     >>> block_sparse_backward_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (6208, 6144)
     """
-    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
-    return _fa1_backward(n_q, n_k, d, d_v, t)
+    *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
+    return _fa1_backward(*sizes, t)
 
 
 def fa2_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None):
@@ -179,7 +179,7 @@ def fa2_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, window=None
     >>> fa2_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (9216, 1088)
     """
-    _, u = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
+    n_q, n_k, d, d_v, _, u = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     return n_q * d + u * (d + d_v), n_q * (d_v + 1)
 
 
@@ -201,20 +201,23 @@ def fa2_backward_traffic(n_q, n_k, d, d_v, *, block_q, block_k, causal=False, wi
     >>> fa2_backward_traffic(64, 64, 16, 16, block_q=16, block_k=32)
     (10496, 5184)
     """
-    t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
+    n_q, n_k, d, d_v, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window)
     loads = 2 * n_q * d_v + n_k * (d + d_v) + t * (2 * d + d_v + 2)
     return loads, n_q * (d + 1) + t * d + n_k * (d + d_v)
 
 
-def _check_sizes(n_q, n_k, d, d_v):
-    """Refuse what is no size: queries and keys may be none, but q and k have columns."""
-    for name, value, least in (("n_q", n_q, 0), ("n_k", n_k, 0), ("d", d, 1), ("d_v", d_v, 0)):
-        count(name, value, least)
+def _sizes(n_q, n_k, d, d_v):
+    """Return the sizes as Python ints, which NumPy's are not: theirs overflow at 2^31 or 2^63.
+
+    Queries and keys may be none, but q and k have columns.
+    """
+    least = (("n_q", n_q, 0), ("n_k", n_k, 0), ("d", d, 1), ("d_v", d_v, 0))
+    return [count(*size) for size in least]
 
 
 def _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask=None):
-    """Return (t, u): the rows, and the columns, of all visited tiles added up."""
-    _check_sizes(n_q, n_k, d, d_v)
+    """Return the sizes as Python ints, and (t, u): the rows and columns of all visited tiles."""
+    sizes = n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
     causal, window = check_causal(causal), check_window(window)
     if block_mask is not None:
@@ -227,7 +230,7 @@ def _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask=None
     visited = kinds != EMPTY
     rows = [length(part) for part in blocks(n_q, block_q)]
     cols = [length(part) for part in blocks(n_k, block_k)]
-    return int(visited.sum(axis=1) @ rows), int(visited.sum(axis=0) @ cols)
+    return *sizes, int(visited.sum(axis=1) @ rows), int(visited.sum(axis=0) @ cols)
 
 
 def _fa1(n_q, n_k, d, d_v, t):
@@ -398,7 +401,7 @@ def forward_flops(n_q, n_k, d, d_v):
     >>> forward_flops(1024, 1024, 64, 64)
     268435456
     """
-    _check_sizes(n_q, n_k, d, d_v)
+    n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
     return 2 * n_q * n_k * (d + d_v)
 
 
@@ -422,7 +425,7 @@ def backward_flops(n_q, n_k, d, d_v, *, recompute=True):
     >>> backward_flops(1024, 1024, 64, 64) / forward_flops(1024, 1024, 64, 64)
     2.5
     """
-    _check_sizes(n_q, n_k, d, d_v)
+    n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
     return 2 * n_q * n_k * ((3 if recompute else 2) * d + 2 * d_v)
 
 

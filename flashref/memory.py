@@ -58,6 +58,8 @@ class Memory:
     def __init__(self, sram_elements=None, *, listener=None):
         if sram_elements is not None:
             sram_elements = count("sram_elements", sram_elements, hint=" (elements, not bytes)")
+        if listener is not None and not callable(listener):
+            raise TypeError(f"listener={listener!r} must be callable, as listener(event, tiles)")
         self.sram_elements = sram_elements
         self.listener = listener
         self.loads_by_array, self.stores_by_array = Counter(), Counter()

@@ -98,6 +98,7 @@ def tile_kinds(
      [2 1]
      [2 1]]
     """
+    block_q, block_k = count("block_q", block_q), count("block_k", block_k)
     left, right = reach(n_q, n_k, causal, window)
     first_row, first_col = np.arange(0, n_q, block_q)[:, None], np.arange(0, n_k, block_k)
     last_row = np.minimum(first_row + block_q, n_q) - 1

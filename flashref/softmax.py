@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashref.inputs import compute_dtype, count, float_array, require
+from flashref.inputs import compute_dtype, count, float_array, is_integer, require
 
 
 def naive_softmax(x, axis=-1):
     """Return exp(x) / sum(exp(x)), the bare formula, NaN where exp overflows.
+
+    float16 is calculated in float32, as everywhere here: exp overflows above 88, in float64 709.
 
     Costs 2 loads and 1 store of slow memory per score.
 
@@ -95,7 +97,7 @@ def online_softmax(x, block=1, axis=-1):
     Raises
     ------
     TypeError, ValueError
-        If block is not an integer of at least 1.
+        If block is not an integer of at least 1, or axis no integer.
 
     Examples
     --------
@@ -104,6 +106,8 @@ def online_softmax(x, block=1, axis=-1):
     [0.125 0.25  0.625]
     """
     block = count("block", block)
+    if not is_integer(axis):
+        raise TypeError(f"axis={axis!r} must be an integer: the scores of one axis come in order")
     x, s = _scores(x)
     s = np.moveaxis(s, axis, -1)  # (..., n)
     with np.errstate(invalid="ignore"):

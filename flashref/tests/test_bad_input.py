@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashref
-from flashref import Memory
+from flashref import Memory, scores
 from flashref.tests.rungs import rungs
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -399,7 +399,7 @@ SMALL = [  # call, what the message shows
     (lambda: flashref.dropout_keep(1, (4,), 0.5), ["shape", "(4,)"]),
     (lambda: flashref.dropout_keep(1, 4, 0.5), ["shape", "4"]),
     (lambda: flashref.dropout_keep(1, (4, 4.0), 0.5), ["shape", "(4, 4.0)"]),
-    (lambda: flashref.dropout_keep(1, (4, -1), 0.5), ["shape", "-1"]),
+    (lambda: flashref.dropout_keep(1, (4, -1), 0.5), ["shape", "(4, -1)"]),
     (lambda: flashref.block_sizes(0, 64), ["sram_elements", "0"]),
     (lambda: flashref.block_sizes(16384.0, 64), ["sram_elements", "16384.0"]),
     (lambda: flashref.block_sizes(16384, 0), ["d", "0"]),
@@ -408,6 +408,9 @@ SMALL = [  # call, what the message shows
     (lambda: flashref.Memory(-1), ["sram_elements", "-1"]),
     (lambda: flashref.Memory(1e5), ["sram_elements", "100000.0"]),
     (lambda: flashref.Memory("64"), ["sram_elements", "'64'"]),
+    (lambda: flashref.Memory(listener=3), ["listener", "3", "callable"]),
+    (lambda: scores.tile_kinds(3, 3, 0, 1), ["block_q", "0"]),
+    (lambda: scores.tile_kinds(3, 3, 1, 1.0), ["block_k", "1.0"]),
     (lambda: flashref.online_softmax([1, 2], block=0), ["block", "0"]),
     (lambda: flashref.online_softmax([1, 2], block=-1), ["block", "-1"]),
     (lambda: flashref.online_softmax([1, 2], block=2.0), ["block", "2.0"]),
@@ -420,6 +423,10 @@ SMALL = [  # call, what the message shows
     (lambda: flashref.safe_softmax([1, 2], axis=1), ["axis", "1"]),
     (lambda: flashref.online_softmax([1, 2], axis=1), ["axis", "1"]),
     (lambda: flashref.naive_softmax([1, 2], axis=-2), ["axis", "-2"]),
+    (lambda: flashref.online_softmax([1, 2], axis=None), ["axis", "None"]),
+    (lambda: flashref.online_softmax([[1, 2]], axis=(0, 1)), ["axis", "(0, 1)"]),
+    (lambda: flashref.online_softmax([[1, 2]], axis=True), ["axis", "True"]),
+    (lambda: flashref.safe_softmax(np.ma.array([1.0], mask=[True])), ["x", "masked", "filled"]),
 ]
 for softmax in (flashref.naive_softmax, flashref.safe_softmax, flashref.online_softmax):
     SMALL += [
@@ -667,7 +674,7 @@ def test_softmax_and_merge_share_nothing_and_change_nothing():
 
 NUMPY_SCALARS = {
     "scale": np.float32(0.5),
-    "softcap": np.float64(3),
+    "softcap": np.array(3.0),
     "dropout_p": np.float32(0.25),
     "seed": np.int64(3),
     "causal": np.True_,

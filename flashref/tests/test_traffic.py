@@ -679,3 +679,19 @@ def test_closed_forms_take_names_for_what_is_not_a_size():
             assert list(parameters)[:4] == ["n_q", "n_k", "d", "d_v"]
             by_name = {p.name for p in parameters.values() if p.kind == p.KEYWORD_ONLY}
             assert by_name == set(parameters) - {"n_q", "n_k", "d", "d_v"}
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint16])
+def test_closed_forms_do_not_overflow_in_numpys_integers(kind):
+    """65,536 squared is beyond int32; such sizes come out of np.diff(cu_seqlens)."""
+    n, d = 65_535 if kind is np.uint16 else 65_536, 64
+    for forms in CLOSED.values():
+        for form in forms:
+            options = {"block_mask": np.ones((2, 2), bool)} if "sparse" in form.__name__ else {}
+            if "standard" not in form.__name__:
+                options |= {"block_q": 32_768, "block_k": 32_768}
+            there = form(kind(n), kind(n), kind(d), kind(d), **options)
+            assert there == form(n, n, d, d, **options)
+            assert all(type(count) is int for count in there)
+    assert io_model.forward_flops(kind(n), kind(n), kind(d), kind(d)) == 4 * n * n * d
+    assert io_model.backward_flops(kind(n), kind(n), kind(d), kind(d)) == 10 * n * n * d
