@@ -11,7 +11,6 @@ import argparse
 import ast
 import inspect
 import json
-import platform
 import subprocess
 import sys
 import textwrap
@@ -21,6 +20,7 @@ import numpy as np
 
 import flashref
 from flashref import flash2, heads
+from flashref.info import machine
 
 
 def main(argv=None):
@@ -42,6 +42,7 @@ def main(argv=None):
         print(peak_beyond_arrays(args.heads, args.peak))
         return 0
     shrink = 4 if args.quick else 1
+    _torch()  # it may bring a BLAS of its own, which `machine` then names
     result = dict(machine=machine(), heads=args.heads, tables=[])
     for title, candidates, n in (
         ("forward", forward_candidates, 8192 // shrink),
@@ -123,7 +124,10 @@ def counting_candidates(n_heads, n, d=64):
     """
     q, k, v = _random(3, n_heads, n, d)
     bare = without_memory(flash2._forward)
-    options = heads.Options(None, False, None, None, None, None, None, 0.0, None, None)
+    options = heads.Options(
+        scale=None, causal=False, window=None, mask=None, bias=None, alibi_slopes=None,
+        softcap=None, dropout_p=0.0, seed=None, memory=None,
+    )  # fmt: skip
     tiling = heads.Tiling(rows_in_parallel=True)
     return {
         "without memory lines": lambda: heads.forward(bare, q, k, v, options, tiling, False),
@@ -184,21 +188,6 @@ def peak_beyond_arrays(n_heads, n, d=64):
     before = _peak_kib()
     o = flashref.flash_attention_2(q, k, v)
     return round((_peak_kib() - before) / 1024 - o.nbytes / 2**20, 1)
-
-
-def machine():
-    """Return what a reader must know to compare: processor, versions, threads, BLAS kernel."""
-    info = dict(
-        processor=platform.processor() or platform.machine(), python=platform.python_version(),
-        numpy=np.__version__, threads=heads.num_threads(),
-    )  # fmt: skip
-    if torch := _torch():
-        info["torch"] = torch.__version__
-    blas = (
-        [lib for lib in heads._blas().info() if lib["user_api"] == "blas"] if heads._blas() else []
-    )
-    info["blas"] = sorted({f"{lib['internal_api']} {lib.get('architecture', '')}" for lib in blas})
-    return info
 
 
 def report(result):

@@ -1,4 +1,7 @@
-"""`python -m flashref info`: what a bug report has to say about the machine; nothing personal."""
+"""What machine this is: `python -m flashref info`, for a bug report; `machine`, beside timings.
+
+Nothing personal in either: no user, no folder, no address.
+"""
 
 import argparse
 import importlib.metadata
@@ -48,6 +51,31 @@ def facts():
     }
 
 
+def machine():
+    """Return what a reader must know to compare timings: processor, versions, threads, BLAS.
+
+    Returns
+    -------
+    machine : dict
+        Values that JSON holds; `torch` is there where it is installed.
+
+    Examples
+    --------
+    >>> list(machine())[:4]
+    ['processor', 'python', 'numpy', 'threads']
+    """
+    known = {
+        "processor": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "numpy": _version("numpy"),
+        "threads": num_threads(),
+    }
+    if importlib.util.find_spec("torch") is not None:
+        known["torch"] = _version("torch")
+    kernels = {f"{pool['internal_api']} {pool.get('architecture', '')}" for pool in _pools() or ()}
+    return known | {"blas": sorted(kernels)}
+
+
 def _version(package):
     try:
         return importlib.metadata.version(package)
@@ -57,12 +85,19 @@ def _version(package):
 
 def _blas():
     """Return which library multiplies matrices, with which kernel: both change the speed."""
+    pools = _pools()
+    if pools is None:
+        return "unknown: threadpoolctl is not installed, so flashref runs on one thread of its own"
+    return "; ".join(map(_pool, pools)) or "not recognised by threadpoolctl"
+
+
+def _pools():
+    """Return what threadpoolctl knows of each BLAS that is loaded, or None without it."""
     try:
         from threadpoolctl import threadpool_info
     except ImportError:
-        return "unknown: threadpoolctl is not installed, so flashref runs on one thread of its own"
-    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return "; ".join(map(_pool, pools)) or "not recognised by threadpoolctl"
+        return None
+    return [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
 
 
 def _pool(pool):

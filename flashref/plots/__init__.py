@@ -6,9 +6,10 @@ Needs matplotlib.
 
 try:
     import matplotlib  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "flashref.plots needs matplotlib, which is not installed: python -m pip install matplotlib"
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "flashref.plots needs matplotlib, which is not installed: python -m pip install matplotlib",
+        name=error.name,
     ) from error
 
 from flashref.plots.backward import (

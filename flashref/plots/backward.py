@@ -1,7 +1,6 @@
 """Lesson 07: what a forward pass keeps for its gradients, what is made again, dropout masks."""
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
@@ -12,16 +11,16 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     RED,
     SKY,
     Picture,
     counts,
+    page_figure,
     styled,
     titled,
 )  # fmt: skip
+from flashref.softmax import length
 
 STORED = {"facecolor": ORANGE, "edgecolor": INK, "hatch": "\\\\\\"}
 SMALL = {"facecolor": GREEN, "edgecolor": INK}
@@ -70,8 +69,7 @@ def saved_memory(n_values=(256, 512, 1024, 2048), d_v=64):
     """
     n_values = [count("n_values", n) for n in any_array("n_values", n_values).ravel().tolist()]
     require(n_values, f"{n_values=} names no N; give at least one")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 0.9 + 0.62 * len(n_values)))
-    figure.set_layout_engine("constrained")
+    figure = page_figure(0.9 + 0.62 * len(n_values), layout="constrained")
     axes = figure.subplots()
     words = []
     for place, n in enumerate(n_values):
@@ -126,7 +124,7 @@ def backward_recompute(n=1024, d=64, block_q=128, block_k=256, row=4, col=1):
     tiles = -(-n // block_q), -(-n // block_k)
     there = is_integer(row) and is_integer(col) and 0 <= row < tiles[0] and 0 <= col < tiles[1]
     require(there, f"{row=}, {col=} is no tile; there are {tiles[0]} x {tiles[1]}, counted from 0")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.75))
+    figure = page_figure(3.75)
     panels = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.005, right=0.995, bottom=0.01, top=0.85, wspace=0.03)
     gap = n / 16
@@ -140,52 +138,68 @@ def backward_recompute(n=1024, d=64, block_q=128, block_k=256, row=4, col=1):
         axes.set(xlim=(-3.4 * gap - d, n + gap), ylim=(n + 2.2 * gap, -3.4 * gap - d))
         axes.set_aspect("equal")
         axes.set_axis_off()
-
-    def box(axes, x, y, width, height, look):
-        axes.add_patch(Rectangle((x, y), width, height, **look))
-
-    centred = {"ha": "center", "va": "center", "fontsize": 10.5}
-    label = {**centred, "bbox": {"fc": "white", "ec": "none", "pad": 2}}
     standard, saved, again = panels
-    box(standard, 0, 0, n, n, STORED)
-    standard.text(n / 2, n / 2, f"P: {n:,} × {n:,}\n{n * n:,} elements", **label)
-
-    box(saved, 0, 0, n, n, NEVER)
-    saved.text(n / 2, n / 2, "P is not stored", color=GREY, **centred)
-    box(saved, -2 * gap - d, 0, d, n, SMALL)
-    saved.plot([-gap, -gap], [0, n], color=RED, linewidth=1.6, solid_capstyle="butt")
-    saved.text(-2 * gap - d / 2, -gap, "O", **centred)
-    saved.text(-gap, -gap, "L", color=RED, **centred)
-    small = n * (d + 1)
-    text = f"O and L: {small:,} elements"
-    saved.text(n / 2 - gap - d / 2, n + 1.3 * gap, text, **centred)
-
-    top, bottom = row * block_q, min(n, (row + 1) * block_q)
-    left, right = col * block_k, min(n, (col + 1) * block_k)
-    box(again, 0, 0, n, n, NEVER)
-    for whole, part in (
-        ((-2 * gap - d, 0, d, n), (-2 * gap - d, top, d, bottom - top)),
-        ((0, -2 * gap - d, n, d), (left, -2 * gap - d, right - left, d)),
-    ):
-        box(again, *whole, INPUT)
-        box(again, *part, SMALL)
-    again.plot([-gap, -gap], [0, n], color=GREY, linewidth=0.8)
-    again.plot([-gap, -gap], [top, bottom], color=RED, linewidth=2.4, solid_capstyle="butt")
-    box(again, left, top, right - left, bottom - top, MADE_AGAIN)
-    again.text(-2 * gap - d / 2, -gap, "Q", **centred)
-    again.text(-gap, -gap, "L", color=RED, **centred)
-    again.text(-1.1 * gap, -2 * gap - d / 2, r"$K^\top$", **centred)
-    middle = (left + right) / 2
-    again.text(middle, bottom + 1.1 * gap, "$P_{ij}$", **centred)
-    formula = r"$P_{ij} = \exp(\tau Q_i K_j^\top - L_i)$"
-    again.text(n / 2 - gap - d / 2, n + 1.3 * gap, formula, **centred)
+    _draw_stored(standard, n)
+    _draw_saved(saved, n, d, gap)
+    rows = slice(row * block_q, min(n, (row + 1) * block_q))
+    cols = slice(col * block_k, min(n, (col + 1) * block_k))
+    _draw_made_again(again, n, d, gap, rows, cols)
     return Picture(
         figure,
         f"To scale, N = {n:,} and d = {d}. Left, standard attention stores P, a square of "
         f"{n * n:,} elements. Middle, FlashAttention stores a narrow strip O and one column L, "
-        f"{small:,} elements; the square is only an outline. Right, in the backward pass one tile "
-        "of the square is made again from a block of Q, a block of K and the same rows of L.",
+        f"{n * (d + 1):,} elements; the square is only an outline. Right, in the backward pass "
+        "one tile of the square is made again from a block of Q, a block of K and the same rows of "
+        "L.",
     )
+
+
+CENTRED = {"ha": "center", "va": "center", "fontsize": 10.5}
+
+
+def _box(axes, x, y, width, height, look):
+    axes.add_patch(Rectangle((x, y), width, height, **look))
+
+
+def _draw_stored(axes, n):
+    """Draw P, stored in full."""
+    _box(axes, 0, 0, n, n, STORED)
+    plate = {"fc": "white", "ec": "none", "pad": 2}
+    axes.text(n / 2, n / 2, f"P: {n:,} × {n:,}\n{n * n:,} elements", **CENTRED, bbox=plate)
+
+
+def _draw_saved(axes, n, d, gap):
+    """Draw O and L beside the outline of P."""
+    _box(axes, 0, 0, n, n, NEVER)
+    axes.text(n / 2, n / 2, "P is not stored", color=GREY, **CENTRED)
+    _box(axes, -2 * gap - d, 0, d, n, SMALL)
+    axes.plot([-gap, -gap], [0, n], color=RED, linewidth=1.6, solid_capstyle="butt")
+    axes.text(-2 * gap - d / 2, -gap, "O", **CENTRED)
+    axes.text(-gap, -gap, "L", color=RED, **CENTRED)
+    text = f"O and L: {n * (d + 1):,} elements"
+    axes.text(n / 2 - gap - d / 2, n + 1.3 * gap, text, **CENTRED)
+
+
+def _draw_made_again(axes, n, d, gap, rows, cols):
+    """Draw one tile of P between the blocks of Q, K and L that it is made from."""
+    high, wide = length(rows), length(cols)
+    _box(axes, 0, 0, n, n, NEVER)
+    for whole, part in (
+        ((-2 * gap - d, 0, d, n), (-2 * gap - d, rows.start, d, high)),
+        ((0, -2 * gap - d, n, d), (cols.start, -2 * gap - d, wide, d)),
+    ):
+        _box(axes, *whole, INPUT)
+        _box(axes, *part, SMALL)
+    axes.plot([-gap, -gap], [0, n], color=GREY, linewidth=0.8)
+    look = {"color": RED, "linewidth": 2.4, "solid_capstyle": "butt"}
+    axes.plot([-gap, -gap], [rows.start, rows.stop], **look)
+    _box(axes, cols.start, rows.start, wide, high, MADE_AGAIN)
+    axes.text(-2 * gap - d / 2, -gap, "Q", **CENTRED)
+    axes.text(-gap, -gap, "L", color=RED, **CENTRED)
+    axes.text(-1.1 * gap, -2 * gap - d / 2, r"$K^\top$", **CENTRED)
+    axes.text((cols.start + cols.stop) / 2, rows.stop + 1.1 * gap, "$P_{ij}$", **CENTRED)
+    formula = r"$P_{ij} = \exp(\tau Q_i K_j^\top - L_i)$"
+    axes.text(n / 2 - gap - d / 2, n + 1.3 * gap, formula, **CENTRED)
 
 
 @styled
@@ -214,52 +228,53 @@ def keep_masks(masks, tile=None):
     if tile is not None:
         _check_tile(tile, first.shape)
     side = min(0.3, 8.3 / (len(masks) * (n_cols + 1)))  # inches for one entry
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, side * n_rows + 1.15))
+    figure = page_figure(side * n_rows + 1.15)
     panels = figure.subplots(1, len(masks), squeeze=False)[0]
     height = figure.get_figheight()
     figure.subplots_adjust(
         left=0.01, right=0.99, bottom=0.42 / height, top=1 - 0.62 / height, wspace=0.06
     )
-    words, differing = [], False
+    words = []
     for axes, (title, mask) in zip(panels, masks.items(), strict=True):
-        wrong = mask != first
-        differing |= bool(wrong.any())
-        for i, j in np.ndindex(mask.shape):
-            look = {"facecolor": SKY if mask[i, j] else "white", "edgecolor": GREY}
-            axes.add_patch(Rectangle((j, i), 1, 1, linewidth=0.6, **look))
-        for places, marker, color, size in (
-            (~mask & ~wrong, ".", GREY, 3),
-            (wrong, "x", RED, 7),
-        ):
-            i, j = np.nonzero(places)
-            look = {"linestyle": "none", "markersize": size, "markeredgewidth": 2}
-            axes.plot(j + 0.5, i + 0.5, marker, color=color, **look)
-        if tile is not None:
-            rows, cols = tile
-            corner = (cols.start, rows.start)
-            size = (cols.stop - cols.start, rows.stop - rows.start)
-            frame = {"facecolor": "none", "edgecolor": INK, "linewidth": 2.4}
-            axes.add_patch(Rectangle(corner, *size, zorder=3, **frame))
-        kept, differ = int(mask.sum()), int(wrong.sum())
+        _draw_mask(axes, mask, mask != first, tile)
+        kept, differ = int(mask.sum()), int((mask != first).sum())
         count_text = f"{differ} of {mask.size} differ" if differ else f"{kept} of {mask.size} kept"
         axes.set_title(f"{title}\n{count_text}")
-        axes.set(xlim=(-0.1, n_cols + 0.1), ylim=(n_rows + 0.1, -0.1))
-        axes.set_aspect("equal", anchor="NW")
-        axes.set_axis_off()
         entries = "entry" if differ == 1 else "entries"
         unlike = f", {differ} {entries} unlike the first" if differ else ""
         words.append(f"{title}: {kept} of {mask.size} entries kept{unlike}")
     handles = [
         Patch(facecolor=SKY, edgecolor=GREY, label="kept"),
-        Line2D([], [], marker=".", linestyle="none", color=GREY, label="dropped"),
+        Line2D([], [], label="dropped", **DROPPED),
     ]
     if tile is not None:
         handles.append(Patch(facecolor="none", edgecolor=INK, linewidth=2, label="one tile"))
-    if differing:
-        look = {"marker": "x", "linestyle": "none", "color": RED, "markeredgewidth": 2}
-        handles.append(Line2D([], [], label="not as in the first", **look))
+    if any((mask != first).any() for mask in masks.values()):
+        handles.append(Line2D([], [], label="not as in the first", **UNLIKE))
     figure.legend(handles=handles, loc="lower left", ncols=len(handles))
     return Picture(figure, f"Dropout masks. {'; '.join(words)}.")
+
+
+DROPPED = {"marker": ".", "linestyle": "none", "color": GREY}
+UNLIKE = {"marker": "x", "linestyle": "none", "color": RED, "markeredgewidth": 2}
+
+
+def _draw_mask(axes, mask, wrong, tile):
+    """Draw the entries of one mask, a mark on those dropped and on those that are wrong."""
+    for i, j in np.ndindex(mask.shape):
+        look = {"facecolor": SKY if mask[i, j] else "white", "edgecolor": GREY}
+        axes.add_patch(Rectangle((j, i), 1, 1, linewidth=0.6, **look))
+    for places, look, size in ((~mask & ~wrong, DROPPED, 3), (wrong, UNLIKE, 7)):
+        i, j = np.nonzero(places)
+        axes.plot(j + 0.5, i + 0.5, **look | {"markersize": size, "markeredgewidth": 2})
+    if tile is not None:
+        rows, cols = tile
+        frame = {"facecolor": "none", "edgecolor": INK, "linewidth": 2.4, "zorder": 3}
+        _box(axes, cols.start, rows.start, length(cols), length(rows), frame)
+    n_rows, n_cols = mask.shape
+    axes.set(xlim=(-0.1, n_cols + 0.1), ylim=(n_rows + 0.1, -0.1))
+    axes.set_aspect("equal", anchor="NW")
+    axes.set_axis_off()
 
 
 def _check_tile(tile, shape):

@@ -2,7 +2,6 @@
 
 import itertools
 
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
 from flashref import io_model
@@ -14,13 +13,12 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     SKY,
     YELLOW,
     Picture,
     counts,
+    page_figure,
     styled,
 )  # fmt: skip
 from flashref.softmax import blocks, length
@@ -60,35 +58,11 @@ def cut_into_blocks(n_q=8, n_k=8, d=4, d_v=4, *, block_q=2, block_k=4, tile=(2, 
         1 <= i <= len(row_blocks) and 1 <= j <= len(col_blocks),
         f"{tile=} is not there: i goes to {len(row_blocks)}, j to {len(col_blocks)}",
     )
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 4.6), layout="constrained")
+    figure = page_figure(4.6, layout="constrained")
     axes = figure.subplots()
     axes.set_axis_off()
-    gap = 1.1
-    at_s = d + gap  # where S begins, and the keys
-    at_o = at_s + n_k + gap
-    for number, rows in enumerate(row_blocks, 1):
-        look = AT_WORK if number == i else AT_REST
-        high = length(rows)
-        _box(axes, 0, rows.start, d, high, f"$Q_{number}$", look)
-        _box(axes, at_o, rows.start, d_v, high, f"$O_{number}$", look)
-        for place, name in ((at_o + d_v + 0.5, r"\ell"), (at_o + d_v + 2, "m")):
-            _box(axes, place, rows.start, 1, high, f"${name}_{number}$", look)
-    for number, cols in enumerate(col_blocks, 1):
-        look, wide = (AT_WORK if number == j else AT_REST), length(cols)
-        _box(axes, at_s + cols.start, -d - gap, wide, d, f"$K_{number}^T$", look)
-        _box(axes, at_s + cols.start, n_q + gap, wide, d_v, f"$V_{number}^T$", look)
-    for (r, rows), (c, cols) in itertools.product(
-        enumerate(row_blocks, 1), enumerate(col_blocks, 1)
-    ):
-        look = AT_WORK if (r, c) == tile else NOWHERE
-        name = f"$S_{{{r}{c}}}$" if (r, c) == tile else ""
-        _box(axes, at_s + cols.start, rows.start, length(cols), length(rows), name, look)
-    right = at_s + n_k + gap
-    axes.text(d / 2, -0.35, f"Q, {n_q} × {d}", ha="center", va="bottom")
-    axes.text(right, -d / 2 - gap, f"$K^T$, {d} × {n_k}, cut in columns", va="center")
-    axes.text(right, n_q + gap + d_v / 2, f"$V^T$, {d_v} × {n_k}, cut alike", va="center")
-    axes.text(at_o + d_v / 2, -0.35, f"O, {n_q} × {d_v}", ha="center", va="bottom")
-    axes.set(xlim=(-0.2, at_o + d_v + 3.4), ylim=(n_q + gap + d_v + 0.2, -d - gap - 0.2), aspect=1)
+    _draw_cut(axes, row_blocks, col_blocks, d, d_v, tile)
+    _name_arrays(axes, n_q, n_k, d, d_v)
     handles = [
         Patch(**AT_WORK, label="in fast memory now"),
         Patch(**AT_REST, label="in slow memory"),
@@ -102,6 +76,42 @@ def cut_into_blocks(n_q=8, n_k=8, d=4, d_v=4, *, block_q=2, block_k=4, tile=(2, 
         f"block {i} and key block {j} cross lies S_{i}{j}, {length(row_blocks[i - 1])} by "
         f"{length(col_blocks[j - 1])}, the only tile of S that exists at this moment.",
     )
+
+
+GAP = 1.1  # between the arrays
+
+
+def _draw_cut(axes, row_blocks, col_blocks, d, d_v, tile):
+    """Draw the blocks of each array around the tiles of S, those of this tile at work."""
+    at_s = d + GAP  # where S begins, and the keys
+    at_o = at_s + col_blocks[-1].stop + GAP
+    for number, rows in enumerate(row_blocks, 1):
+        look, high = (AT_WORK if number == tile[0] else AT_REST), length(rows)
+        _box(axes, 0, rows.start, d, high, f"$Q_{number}$", look)
+        _box(axes, at_o, rows.start, d_v, high, f"$O_{number}$", look)
+        for place, name in ((at_o + d_v + 0.5, r"\ell"), (at_o + d_v + 2, "m")):
+            _box(axes, place, rows.start, 1, high, f"${name}_{number}$", look)
+    for number, cols in enumerate(col_blocks, 1):
+        look, wide = (AT_WORK if number == tile[1] else AT_REST), length(cols)
+        _box(axes, at_s + cols.start, -d - GAP, wide, d, f"$K_{number}^T$", look)
+        below = row_blocks[-1].stop + GAP
+        _box(axes, at_s + cols.start, below, wide, d_v, f"$V_{number}^T$", look)
+    for (r, rows), (c, cols) in itertools.product(
+        enumerate(row_blocks, 1), enumerate(col_blocks, 1)
+    ):
+        look = AT_WORK if (r, c) == tile else NOWHERE
+        name = f"$S_{{{r}{c}}}$" if (r, c) == tile else ""
+        _box(axes, at_s + cols.start, rows.start, length(cols), length(rows), name, look)
+
+
+def _name_arrays(axes, n_q, n_k, d, d_v):
+    """Write the name and the shape beside each array, and set the limits around them all."""
+    right = d + GAP + n_k + GAP
+    axes.text(d / 2, -0.35, f"Q, {n_q} × {d}", ha="center", va="bottom")
+    axes.text(right, -d / 2 - GAP, f"$K^T$, {d} × {n_k}, cut in columns", va="center")
+    axes.text(right, n_q + GAP + d_v / 2, f"$V^T$, {d_v} × {n_k}, cut alike", va="center")
+    axes.text(right + d_v / 2, -0.35, f"O, {n_q} × {d_v}", ha="center", va="bottom")
+    axes.set(xlim=(-0.2, right + d_v + 3.4), ylim=(n_q + GAP + d_v + 0.2, -d - GAP - 0.2), aspect=1)
 
 
 def _box(axes, x, y, width, height, name, look):
@@ -175,7 +185,7 @@ def slow_work(n=1024, d=64, block_k=64, price=16):
     work = work_on_output(n, d, block_k)
     products = io_model.forward_flops(n, n, d, d)
     require(finite_number("price", price) > 0, f"{price=} must be above 0")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.6), layout="constrained")
+    figure = page_figure(2.6, layout="constrained")
     axes = figure.subplots()
     words, longest = [], 0
     for y, (name, steps) in enumerate(work.items()):
@@ -232,7 +242,7 @@ def busy_processors(heads=16, n=4096, block_q=128, machine=io_model.A100):
     heads, n, block_q = counts(heads=heads, n=n, block_q=block_q)
     check_machine(machine)
     units = len(blocks(n, block_q))  # of work in each head
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.2), layout="constrained")
+    figure = page_figure(3.2, layout="constrained")
     words = []
     rungs = [
         ("FlashAttention-1: a thread block per head", heads, units, AT_WORK),
@@ -265,7 +275,10 @@ def busy_processors(heads=16, n=4096, block_q=128, machine=io_model.A100):
 
 # Lesson 08: warps inside a thread block
 
-WARPS = [(SKY, "//"), (ORANGE, "\\\\"), (GREEN, ".."), (YELLOW, "xx")]
+WARPS = [
+    {"facecolor": color, "hatch": hatch, "edgecolor": INK}
+    for color, hatch in ((SKY, "//"), (ORANGE, "\\\\"), (GREEN, ".."), (YELLOW, "xx"))
+]
 
 
 @styled
@@ -287,7 +300,7 @@ def warp_split(block_q=64, block_k=64, d=64, warps=4):
     block_q, block_k, d = counts(block_q=block_q, block_k=block_k, d=d)
     (warps,) = counts(warps=warps)
     require(warps <= len(WARPS), f"{warps=} cannot be drawn; give 1 to {len(WARPS)}")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7), layout="constrained")
+    figure = page_figure(3.7, layout="constrained")
     moved = warps * block_q * d
     titles = (
         f"split-K: {moved:,} partial sums pass\nthrough shared memory",
@@ -296,27 +309,8 @@ def warp_split(block_q=64, block_k=64, d=64, warps=4):
     for axes, title, by_keys in zip(figure.subplots(1, 2), titles, (True, False), strict=True):
         axes.set_axis_off()
         axes.set(title=title, xlim=(-0.1, 4.6), ylim=(2.4, -1.6), aspect=1)
-        whole = [(0, 1, AT_REST)]
-        parts = [
-            (w / warps, 1 / warps, {"facecolor": c, "hatch": h, "edgecolor": INK})
-            for w, (c, h) in enumerate(WARPS[:warps])
-        ]
-        rows, cols = (whole, parts) if by_keys else (parts, whole)
-        _strips(axes, 0, 0, "rows", rows, "Q", f"{block_q} × {d}")
-        _strips(axes, 1.3, -1.3, "cols", cols, "$K^T$", f"{d} × {block_k}")
-        _strips(axes, 1.3, 0, "cols" if by_keys else "rows", parts, "S, P", "")
-        _strips(axes, 1.3, 1.3, "cols", cols, "$V^T$", "")
-        if by_keys:
-            for w, (_, _, look) in enumerate(parts):  # each warp has a whole O, of its own keys
-                corner = 2.75 + 0.22 * w, 0.22 * w
-                axes.add_patch(Rectangle(corner, 1, 1, **look))
-            axes.text(2.75, -0.12, f"{warps} partial O, to be added", va="bottom")
-        else:
-            _strips(axes, 2.75, 0, "rows", parts, "O", f"{block_q} × {d}")
-    handles = [
-        Patch(facecolor=c, hatch=h, edgecolor=INK, label=f"warp {w}")
-        for w, (c, h) in enumerate(WARPS[:warps], 1)
-    ]
+        _draw_split(axes, block_q, block_k, d, WARPS[:warps], by_keys)
+    handles = [Patch(label=f"warp {w}", **look) for w, look in enumerate(WARPS[:warps], 1)]
     handles.append(Patch(**AT_REST, label="read by all warps"))
     figure.legend(handles=handles, loc="outside lower center", ncols=warps + 1)
     return Picture(
@@ -327,6 +321,23 @@ def warp_split(block_q=64, block_k=64, d=64, warps=4):
         "holds rows of Q and reads all of K and V, so it ends with its own rows of O, and nothing "
         "passes between warps.",
     )
+
+
+def _draw_split(axes, block_q, block_k, d, warps, by_keys):
+    """Draw the arrays of a tile in strips, a look for each warp that holds one."""
+    whole = [(0, 1, AT_REST)]
+    parts = [(w / len(warps), 1 / len(warps), look) for w, look in enumerate(warps)]
+    rows, cols = (whole, parts) if by_keys else (parts, whole)
+    _strips(axes, 0, 0, "rows", rows, "Q", f"{block_q} × {d}")
+    _strips(axes, 1.3, -1.3, "cols", cols, "$K^T$", f"{d} × {block_k}")
+    _strips(axes, 1.3, 0, "cols" if by_keys else "rows", parts, "S, P", "")
+    _strips(axes, 1.3, 1.3, "cols", cols, "$V^T$", "")
+    if by_keys:
+        for w, look in enumerate(warps):  # each warp has a whole O, of its own keys
+            axes.add_patch(Rectangle((2.75 + 0.22 * w, 0.22 * w), 1, 1, **look))
+        axes.text(2.75, -0.12, f"{len(warps)} partial O, to be added", va="bottom")
+    else:
+        _strips(axes, 2.75, 0, "rows", parts, "O", f"{block_q} × {d}")
 
 
 def _strips(axes, x, y, along, parts, name, size):

@@ -5,7 +5,6 @@ memory are counted in NumPy.
 """
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
@@ -18,17 +17,16 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
     PIXELS_PER_INCH,
     PURPLE,
     RED,
     SKY,
     Picture,
+    page_figure,
     styled,
 )  # fmt: skip
 
-WIDTH = PAGE_WIDTH / PIXELS_PER_INCH
 RUNGS = ("naive", "tiled", "registers", "tensor_core")
 FP16 = "fp16 matrix product, 8192³, TFLOP/s"
 FP32 = "fp32 multiply-add, TFLOP/s"
@@ -92,31 +90,19 @@ def ladder(results, n=8192):
     )
     peaks = {"float32": results["peaks"][FP32], "float16": results["peaks"][FP16]}
     bars = max(sum(len(row) for row in runs[d].values()) for d in runs)
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.27 * (bars + 1)), layout="constrained")
+    figure = page_figure(0.9 + 0.27 * (bars + 1), layout="constrained")
     words = []
     for axes, d in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
-        y, names = 0, []
+        y, names = 0, {}
         for dtype, found in runs[d].items():
-            top = y
-            for name, run in sorted(found.items(), key=lambda item: item[1]["tflops"]):
-                speed = run["tflops"]
-                axes.barh(y, speed, 0.7, **(OURS if name in RUNGS else PEERS))
-                inside = speed > 4  # beside a long bar the number would lie on the roof
-                axes.text(
-                    speed / 1.1 if inside else 1.1 * speed, y, f"{speed:.3g}", va="center",
-                    ha="right" if inside else "left", fontsize=9.5,
-                    bbox={"fc": "white", "ec": "none", "pad": 0.8},
-                )  # fmt: skip
-                names.append((y, f"{name}, fp{dtype[-2:]}"))
-                y += 1
             peak = peaks[dtype]
-            axes.vlines(peak, top - 0.6, y - 0.4, color=RED, linewidth=1.6, linestyle="--")
-            axes.text(1.12 * peak, (top + y - 1) / 2, f"roof\n{peak:g}", color=RED, va="center",
-                      fontsize=9)  # fmt: skip
+            places = _draw_rungs(axes, y, found, peak)
+            names |= {at: f"{name}, fp{dtype[-2:]}" for at, name in places.items()}
             told = ", ".join(f"{name} {run['tflops']:g}" for name, run in found.items())
             words.append(f"d = {d}, {dtype}, under a roof of {peak:g}: {told}")
-            y += 0.6
-        axes.set_yticks(*zip(*names, strict=True)) if names else None
+            y += len(places) + 0.6
+        if names:
+            axes.set_yticks(list(names), names.values())
         axes.set_xscale("log")
         axes.set(xlim=(0.4, 3500), ylim=(y - 0.6, -0.8), title=f"d = {d}", xlabel="TFLOP/s")
         axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
@@ -131,6 +117,26 @@ def ladder(results, n=8192):
     figure.suptitle(f"Forward, N = {n}, {_source(results)}", x=0.01, ha="left")
     head = f"TFLOP/s of forward passes at N = {n} on an {_source(results)}"
     return Picture(figure, f"{head}. {'. '.join(words)}.")
+
+
+def _draw_rungs(axes, top, found, peak):
+    """Draw a bar for each kernel from `top` down, and their roof; return place to kernel."""
+    places = {}
+    for name, run in sorted(found.items(), key=lambda item: item[1]["tflops"]):
+        y, speed = top + len(places), run["tflops"]
+        axes.barh(y, speed, 0.7, **(OURS if name in RUNGS else PEERS))
+        inside = speed > 4  # beside a long bar the number would lie on the roof
+        axes.text(
+            speed / 1.1 if inside else 1.1 * speed, y, f"{speed:.3g}", va="center",
+            ha="right" if inside else "left", fontsize=9.5,
+            bbox={"fc": "white", "ec": "none", "pad": 0.8},
+        )  # fmt: skip
+        places[y] = name
+    bottom = top + len(places)
+    axes.vlines(peak, top - 0.6, bottom - 0.4, color=RED, linewidth=1.6, linestyle="--")
+    look = {"color": RED, "va": "center", "fontsize": 9}
+    axes.text(1.12 * peak, (top + bottom - 1) / 2, f"roof\n{peak:g}", **look)
+    return places
 
 
 @styled
@@ -148,7 +154,7 @@ def gpu_lengths(results):
         Above float16, below float32; in each row d = 64 and d = 128, all keys or causal.
     """
     lengths = sorted({run["n"] for run in results["runs"]})
-    figure = Figure(figsize=(WIDTH, 5.6), layout="constrained")
+    figure = page_figure(5.6, layout="constrained")
     grid, words, seen = figure.subplots(2, 4, sharey="row", sharex=True), [], []
     tables = bench.tables(results)
     for row, dtype, peak in zip(grid, ("float16", "float32"), (FP16, FP32), strict=True):
@@ -245,7 +251,7 @@ def gpu_roofline(results, n=8192, d=64):
     """
     peaks, runs = results["peaks"], _runs(results, n, d)
     copy, fp32, fp16 = peaks[COPY], peaks[FP32], peaks[FP16]
-    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
+    figure = page_figure(3.6, layout="constrained")
     axes, words = figure.subplots(), []
     low, high = 2.0, 1024.0
     for roof, name, style in ((fp16, "fp16 tensor cores", "-"), (fp32, "fp32 cores", "--")):
@@ -332,7 +338,7 @@ def coalescing(patterns=None):
         "neighbours, neighbouring numbers": 4 * t,
         "neighbours, neighbouring rows of 64": 4 * 64 * t,
     }
-    figure = Figure(figsize=(WIDTH, 3.3), layout="constrained")
+    figure = page_figure(3.3, layout="constrained")
     words = []
     for axes, (name, addresses) in zip(
         figure.subplots(1, len(patterns), squeeze=False)[0], patterns.items(), strict=True
@@ -353,8 +359,7 @@ def coalescing(patterns=None):
         axes.set_title(name, fontsize=9.5)
         axes.set_xticks([])
         axes.set_yticks([])
-        for side in axes.spines.values():
-            side.set_visible(False)
+        axes.spines[:].set_visible(False)
         words.append(f"{name}: {count}")
     figure.suptitle(
         "The 128-byte lines that one read of a warp touches; blue: sent, black: used",
@@ -397,7 +402,7 @@ def tile_owners(rows=4, columns=16, threads=32):
     owner = np.arange(rows * columns).reshape(rows, columns) % threads
     turn = np.arange(rows * columns).reshape(rows, columns) // threads
     wide, high = 760 // columns, 33
-    figure = Figure(figsize=(WIDTH, (high * rows + 54) / PIXELS_PER_INCH))
+    figure = page_figure((high * rows + 54) / PIXELS_PER_INCH)
     axes = _cells(figure, 56, 24, columns, rows, wide, high)
     for (r, c), thread in np.ndenumerate(owner):
         first = turn[r, c] % 2 == 0
@@ -409,8 +414,7 @@ def tile_owners(rows=4, columns=16, threads=32):
     axes.set_xticks(np.arange(columns) + 0.5, range(columns))
     axes.set_yticks(np.arange(rows) + 0.5, [f"row {r}" for r in range(rows)])
     axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
+    axes.spines[:].set_visible(False)
     turns = int(turn.max()) + 1
     each = f"{turns} turn{'s' * (turns > 1)}"
     axes.set_title(
@@ -465,7 +469,7 @@ def swizzle(chunk=2):
         them.
     """
     require(0 <= chunk < 8, f"{chunk=} is not one of the 8 chunks of a row: give 0 to 7")
-    figure = Figure(figsize=(WIDTH, 3.5))
+    figure = page_figure(3.5)
     words = []
     for left, swizzled in ((73, False), (489, True)):
         axes = _cells(figure, left, 51, 8, 9, 41, 25)
@@ -488,8 +492,7 @@ def swizzle(chunk=2):
         axes.set_xticks(np.arange(8) + 0.5, labels, fontsize=8.5)
         axes.set_xlabel("banks")
         axes.tick_params(length=0)
-        for side in axes.spines.values():
-            side.set_visible(False)
+        axes.spines[:].set_visible(False)
         turns = int(count.max())
         title = "place = chunk XOR (row mod 8)" if swizzled else "place = chunk"
         axes.set_title(f"{title}: {turns} turn{'s' * (turns > 1)}")

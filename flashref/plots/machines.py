@@ -4,7 +4,6 @@ import dataclasses
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Polygon
 
 from flashref import io_model
@@ -14,13 +13,12 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     RED,
     SKY,
     Picture,
     counts,
+    page_figure,
     styled,
     titled,
 )  # fmt: skip
@@ -94,23 +92,15 @@ def memory_pyramid(machine=io_model.A100):
         ),
         ("CPU memory (DRAM)", "in the computer", f"over {_bytes(CPU_BYTES)}", CPU_BANDWIDTH),
     ]
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.3))
+    figure = page_figure(3.3)
     axes = figure.add_axes((0.01, 0.02, 0.98, 0.86))
     axes.set(xlim=(0, 100), ylim=(-0.02, 3), title=f"The memories around the {machine.name}")
     axes.set_axis_off()
     words = []
-    for step, ((name, where, size, speed), color, hatch) in enumerate(
-        zip(levels, (ORANGE, SKY, PALE), ("///", "", ""), strict=True)
-    ):
-        y, top, bottom = 2 - step, 3.5 + 8 * step, 11 + 8 * step
-        sides = [(30 - top, y + 0.94), (30 + top, y + 0.94), (30 + bottom, y), (30 - bottom, y)]
-        axes.add_patch(Polygon(sides, facecolor=color, edgecolor=INK, hatch=hatch, linewidth=0.8))
-        look = {"va": "center", "bbox": {"fc": "white", "ec": "none", "pad": 1.5}}
-        axes.text(30, y + 0.45, size, ha="center", fontweight="bold", **look)
+    for step, (level, look) in enumerate(zip(levels, LEVELS, strict=True)):
+        name, where, size, speed = level
         rate = "" if speed is None else f"{_bytes(speed)}/s"
-        axes.text(60, y + 0.62, name, va="center", fontweight="bold")
-        axes.text(60, y + 0.32, where, va="center", color=GREY)
-        axes.text(99, y + 0.47, rate, va="center", ha="right", fontsize=12, fontweight="bold")
+        _draw_level(axes, step, name, where, size, rate, look)
         words.append(f"{name}, {where}, {size}" + (f", {rate}" if rate else ""))
     for y, (fast, slow) in zip((1.98, 0.98), ((0, 1), (1, 2)), strict=True):
         if levels[fast][3] is not None:
@@ -120,6 +110,24 @@ def memory_pyramid(machine=io_model.A100):
     return Picture(
         figure, f"The memories around the {machine.name}, as a pyramid. {'; '.join(words)}."
     )
+
+
+LEVELS = [  # of the pyramid, from the top
+    {"facecolor": color, "hatch": hatch, "edgecolor": INK, "linewidth": 0.8}
+    for color, hatch in ((ORANGE, "///"), (SKY, ""), (PALE, ""))
+]
+
+
+def _draw_level(axes, step, name, where, size, rate, look):
+    """Draw one level of the pyramid, `step` levels below its top, and what is known of it."""
+    y, top, bottom = 2 - step, 3.5 + 8 * step, 11 + 8 * step
+    sides = [(30 - top, y + 0.94), (30 + top, y + 0.94), (30 + bottom, y), (30 - bottom, y)]
+    axes.add_patch(Polygon(sides, **look))
+    plate = {"fc": "white", "ec": "none", "pad": 1.5}
+    axes.text(30, y + 0.45, size, ha="center", va="center", fontweight="bold", bbox=plate)
+    axes.text(60, y + 0.62, name, va="center", fontweight="bold")
+    axes.text(60, y + 0.32, where, va="center", color=GREY)
+    axes.text(99, y + 0.47, rate, va="center", ha="right", fontsize=12, fontweight="bold")
 
 
 def check_machine(machine):
@@ -255,8 +263,24 @@ def roofline(machine=io_model.A100, points=None):
         require(intensity > 0, f"points[{name!r}] is {intensity}; an intensity is above 0")
     low = min(min(points.values()) / 2.5, machine.ridge / 8)
     high = max(2.5 * max(points.values()), 10 * machine.ridge)
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7))
+    figure = page_figure(3.7)
     axes = figure.add_axes((0.08, 0.15, 0.5, 0.74))  # fixed: a layout engine takes too long
+    _draw_roof(axes, machine, low, high)
+    words = []
+    gap = min(0.16, 0.86 / len(points))
+    ordered = sorted(points.items(), key=lambda item: item[1])
+    for number, (name, intensity) in enumerate(ordered, 1):
+        y = 0.88 - gap * (number - 1)
+        words.append(_draw_point(axes, machine, number, name, intensity, y))
+    return Picture(
+        figure,
+        f"Roofline of the {machine.name} in {machine.dtype}, ridge at {machine.ridge:.0f} FLOPs "
+        f"per byte. FLOPs per byte, limit and share of the peak: {'; '.join(words)}.",
+    )
+
+
+def _draw_roof(axes, machine, low, high):
+    """Draw the roof between two intensities, with its axes and the two sides of its ridge."""
     ends = np.array([low, machine.ridge, high])
     axes.plot(ends, [io_model.roofline(machine, x) / 1e12 for x in ends], color=INK, linewidth=2)
     peak = machine.peak_flops / 1e12
@@ -278,32 +302,26 @@ def roofline(machine=io_model.A100, points=None):
     axes.set(xlabel="arithmetic intensity (FLOPs per byte moved)", ylabel="TFLOP/s, at best")
     axes.set_title(f"{machine.name}, {machine.dtype}: {peak:g} TFLOP/s, {_rate(machine)}")
 
-    words = []
-    gap = min(0.16, 0.86 / len(points))
-    ordered = sorted(points.items(), key=lambda item: item[1])
-    for number, (name, intensity) in enumerate(ordered, 1):
-        reached = io_model.roofline(machine, intensity)
-        bound = "memory-bound" if intensity < machine.ridge else "compute-bound"
-        color = ORANGE if intensity < machine.ridge else BLUE
-        look = {"markersize": 14, "color": color, "markeredgecolor": INK, "zorder": 3}
-        label = {"ha": "center", "va": "center", "fontsize": 9, "fontweight": "bold", "zorder": 4}
-        ink = INK if color == ORANGE else "white"
-        marker = "o" if color == ORANGE else "s"
-        axes.plot(intensity, reached / 1e12, marker, **look)
-        axes.text(intensity, reached / 1e12, str(number), color=ink, **label)
-        y = 0.88 - gap * (number - 1)
-        share = f"{_two_digits(100 * reached / machine.peak_flops)} %"
-        box = {"boxstyle": "circle" if color == ORANGE else "square", "fc": color, "ec": INK}
-        figure.text(0.615, y, str(number), color=ink, bbox=box, **label)
-        figure.text(0.642, y + 0.012, name, fontsize=9.5, va="center")
-        line = f"{_three_digits(intensity)} FLOP/B, {bound}, {share} of peak"
-        figure.text(0.642, y - 0.045, line, fontsize=9, va="center", color=GREY)
-        words.append(f"{number} {name}: {_three_digits(intensity)}, {bound}, {share}")
-    return Picture(
-        figure,
-        f"Roofline of the {machine.name} in {machine.dtype}, ridge at {machine.ridge:.0f} FLOPs "
-        f"per byte. FLOPs per byte, limit and share of the peak: {'; '.join(words)}.",
-    )
+
+def _draw_point(axes, machine, number, name, intensity, y):
+    """Draw a program under the roof, and at height y what it is; return that in words."""
+    reached = io_model.roofline(machine, intensity)
+    share = f"{_two_digits(100 * reached / machine.peak_flops)} %"
+    if intensity < machine.ridge:
+        bound, color, ink, marker, shape = "memory-bound", ORANGE, INK, "o", "circle"
+    else:
+        bound, color, ink, marker, shape = "compute-bound", BLUE, "white", "s", "square"
+    look = {"markersize": 14, "color": color, "markeredgecolor": INK, "zorder": 3}
+    axes.plot(intensity, reached / 1e12, marker, **look)
+    label = {"ha": "center", "va": "center", "fontsize": 9, "fontweight": "bold", "zorder": 4}
+    axes.text(intensity, reached / 1e12, str(number), color=ink, **label)
+    text = axes.figure.text
+    box = {"boxstyle": shape, "fc": color, "ec": INK}
+    text(0.615, y, str(number), color=ink, bbox=box, **label)
+    text(0.642, y + 0.012, name, fontsize=9.5, va="center")
+    line = f"{_three_digits(intensity)} FLOP/B, {bound}, {share} of peak"
+    text(0.642, y - 0.045, line, fontsize=9, va="center", color=GREY)
+    return f"{number} {name}: {_three_digits(intensity)}, {bound}, {share}"
 
 
 def _two_digits(number):
@@ -347,7 +365,7 @@ def relative_times(panels, xlabel="", title=""):
         for label, time in titled(f"panels[{name!r}]", times, "one time").items():
             time = finite_number(f"panels[{name!r}][{label!r}]", time)
             require(time > 0, f"panels[{name!r}][{label!r}]={time} must be above 0, a time")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9), layout="constrained")
+    figure = page_figure(2.9, layout="constrained")
     words = []
     widths = [len(times) for times in panels.values()]
     row = figure.subplots(1, len(panels), squeeze=False, width_ratios=widths)[0]

@@ -2,7 +2,6 @@
 
 import numpy as np
 from matplotlib.colors import to_rgb
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
@@ -25,10 +24,10 @@ from flashref.plots.picture import (
     ORANGE,
     PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     SKY,
     Picture,
     counts,
+    page_figure,
     styled,
     titled,
 )  # fmt: skip
@@ -96,33 +95,43 @@ def mask_tiles(
 
     name = _name(causal, window, pattern) if name is None else name
     loops = "FlashAttention-2" if pattern is None else "Algorithm 5"
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.55))
+    figure = page_figure(3.55)
     # the places are fixed: a layout engine would take as long as everything else together
     pairs, tiles, costs = (figure.add_axes(box) for box in PLACES)
     cut = f"{_many(n_q, 'query')}, {_many(n_k, 'key')}, tiles of {block_q} × {block_k}"
     figure.text(0.012, 0.955, f"{name}: {cut}", fontweight="bold", va="center")
     _draw_pairs(pairs, seen, block_q, block_k)
     _draw_kinds(tiles, kinds, n_q, n_k, block_q, block_k)
-    computed = np.count_nonzero(kinds)
-    tiles.set_title(f"{computed:,} of {kinds.size:,} tiles computed")
+    tiles.set_title(f"{np.count_nonzero(kinds):,} of {kinds.size:,} tiles computed")
     _draw_costs(costs, moved, whole, floor, kinds, loops, d)
     figure.legend(
         handles=_handles(), loc="lower center", ncols=3, bbox_to_anchor=(0.53, -0.015),
         handlelength=1.6, handleheight=1.1,
     )  # fmt: skip
-
-    full, blind = np.count_nonzero(kinds == FULL), int((~seen.any(axis=1)).sum())
     words = [
         f"{name}: {_many(n_q, 'query')} and {_many(n_k, 'key')} in tiles of {block_q} × {block_k}",
+        *_seen_in_words(seen, kinds),
+        f"{loops} moves {moved:,} elements instead of {whole:,} (d = {d}), {_saved(moved, whole)}",
+        *_blind_in_words(seen),
+    ]
+    return Picture(figure, ". ".join(words) + ".")
+
+
+def _seen_in_words(seen, kinds):
+    """Return how many pairs are seen and how many tiles computed, as two sentences."""
+    computed, full = np.count_nonzero(kinds), np.count_nonzero(kinds == FULL)
+    return (
         f"{seen.sum():,} of {seen.size:,} pairs are seen",
         f"{computed:,} of {kinds.size:,} tiles are computed, {full:,} full and "
         f"{computed - full:,} partial, and {kinds.size - computed:,} skipped: "
         f"s = {computed / kinds.size:.4g}",
-        f"{loops} moves {moved:,} elements instead of {whole:,} (d = {d}), {_saved(moved, whole)}",
-    ]
-    if blind:
-        words.append(f"{_many(blind, 'query')} {'sees' if blind == 1 else 'see'} no key")
-    return Picture(figure, ". ".join(words) + ".")
+    )
+
+
+def _blind_in_words(seen):
+    """Return a sentence about the queries that see no key, if there are any."""
+    blind = int((~seen.any(axis=1)).sum())
+    return [f"{_many(blind, 'query')} {'sees' if blind == 1 else 'see'} no key"] if blind else []
 
 
 def _cut(pattern, T_r, T_c):
@@ -307,7 +316,7 @@ def block_patterns(t=16, patterns=None):
     patterns = PATTERNS if patterns is None else patterns
     titled("patterns", patterns, "a function of t")
     require(len(patterns) <= 6, f"{len(patterns)} patterns; give 1 to 6 to be drawn in a row")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.3))
+    figure = page_figure(2.3)
     places = dict(left=0.004, right=0.996, bottom=0.01, top=0.73, wspace=0.07)
     row = figure.subplots(1, len(patterns), squeeze=False, gridspec_kw=places)[0]
     words = []
@@ -351,12 +360,7 @@ def traffic_by_s(n=4096, d=64, block=64, patterns=None):
     patterns = titled("patterns", everyday if patterns is None else patterns, "a function of t")
     require(n % block == 0, f"{n=} must be a multiple of {block=}, for all tiles to cost the same")
     t = n // block
-    q, k, v = np.random.default_rng(0).standard_normal((3, n, d), np.float32)
-    counted = {}
-    for name, make in patterns.items():
-        hbm, mask = Memory(), _made(make, t)
-        block_sparse_attention(q, k, v, mask, block_q=block, block_k=block, memory=hbm)
-        counted[name] = (mask.mean(), hbm.loads + hbm.stores)
+    counted = _count(patterns, n, d, block)
     floor, whole = (
         sum(io_model.block_sparse_traffic(
             n, n, d, d, block_mask=np.full((t, t), there), block_q=block, block_k=block
@@ -364,33 +368,15 @@ def traffic_by_s(n=4096, d=64, block=64, patterns=None):
         for there in (False, True)
     )  # fmt: skip
 
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.7), layout="constrained")
+    figure = page_figure(3.7, layout="constrained")
     axes = figure.subplots()
     least = max(min(s for s, _ in counted.values()), 1 / t**2) / 4  # a logarithm has no 0
-    s = np.geomspace(least, 1, 200)
-    axes.plot(s, floor + s * (whole - floor), color=BLUE, linewidth=1.8)
-    axes.plot(s, s * whole, color=GREY, linewidth=1.2, linestyle=":")
-    axes.axhline(floor, color=INK, linewidth=1.2, linestyle="--")
-    axes.plot(*zip(*counted.values(), strict=True), "o", color=BLUE, markeredgecolor="white", ms=8)
-    for number, (name, at) in enumerate(sorted(counted.items(), key=lambda item: item[1])):
-        above = number % 2 == 0  # neighbours may stand close together
-        axes.annotate(
-            name, at, xytext=(-8, 5) if above else (8, -5), textcoords="offset points",
-            ha="right" if above else "left", va="bottom" if above else "top", fontsize=9.5,
-        )  # fmt: skip
-    label = "floor: load K and V, start O, l and m"
-    axes.text(1.5, 1.05 * floor, label, va="bottom", ha="right", fontsize=9.5)
-    middle = 3 * least
-    axes.text(1.1 * middle, middle * whole, "proportional to s", color=GREY, va="top", fontsize=9.5)
-    axes.set_xscale("log")
-    axes.set_yscale("log")
+    _draw_law(axes, least, floor, whole)
+    _draw_counted(axes, counted)
     axes.set(
         xlim=(least, 1.6), ylim=(0.35 * floor, 1.6 * whole), xlabel="s, fraction of tiles kept",
         ylabel="elements moved", title=f"N = {n:,}, d = {d}, tiles of {block} × {block}, one head",
     )  # fmt: skip
-    axes.minorticks_off()
-    ticks = [10.0**power for power in range(-6, 1) if 10.0**power >= least]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     words = [f"{name} {moved:,} at s = {s:.4g}" for name, (s, moved) in counted.items()]
     return Picture(
         figure,
@@ -398,6 +384,45 @@ def traffic_by_s(n=4096, d=64, block=64, patterns=None):
         f"lie on a straight law that starts at a floor of {floor:,}, not at 0; on these "
         "logarithmic axes it bends into the floor where s is small.",
     )
+
+
+def _count(patterns, n, d, block):
+    """Return pattern to (s, elements moved), counted by running Algorithm 5."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, n, d), np.float32)
+    counted = {}
+    for name, make in patterns.items():
+        hbm, mask = Memory(), _made(make, n // block)
+        block_sparse_attention(q, k, v, mask, block_q=block, block_k=block, memory=hbm)
+        counted[name] = (mask.mean(), hbm.loads + hbm.stores)
+    return counted
+
+
+def _draw_law(axes, least, floor, whole):
+    """Draw the closed form from s = least to 1, with its floor and what would be without one."""
+    s = np.geomspace(least, 1, 200)
+    axes.plot(s, floor + s * (whole - floor), color=BLUE, linewidth=1.8)
+    axes.plot(s, s * whole, color=GREY, linewidth=1.2, linestyle=":")
+    axes.axhline(floor, color=INK, linewidth=1.2, linestyle="--")
+    label = "floor: load K and V, start O, l and m"
+    axes.text(1.5, 1.05 * floor, label, va="bottom", ha="right", fontsize=9.5)
+    middle = 3 * least
+    axes.text(1.1 * middle, middle * whole, "proportional to s", color=GREY, va="top", fontsize=9.5)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    ticks = [10.0**power for power in range(-6, 1) if 10.0**power >= least]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def _draw_counted(axes, counted):
+    """Draw a named marker for each pattern."""
+    axes.plot(*zip(*counted.values(), strict=True), "o", color=BLUE, markeredgecolor="white", ms=8)
+    for number, (name, at) in enumerate(sorted(counted.items(), key=lambda item: item[1])):
+        above = number % 2 == 0  # neighbours may stand close together
+        axes.annotate(
+            name, at, xytext=(-8, 5) if above else (8, -5), textcoords="offset points",
+            ha="right" if above else "left", va="bottom" if above else "top", fontsize=9.5,
+        )  # fmt: skip
 
 
 @styled
@@ -417,7 +442,7 @@ def tile_mass(masses, pattern=None):
     """
     titled("masses", masses, "an array (T_r, T_c)")
     require(len(masses) <= 5, f"{len(masses)} arrays of mass; give 1 to 5, drawn in a row")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.75))
+    figure = page_figure(2.75)
     places = dict(left=0.03, right=0.915, bottom=0.09, top=0.8, wspace=0.1)
     row = figure.subplots(1, len(masses), squeeze=False, gridspec_kw=places)[0]
     words = []
@@ -426,33 +451,19 @@ def tile_mass(masses, pattern=None):
         require(mass.ndim == 2 and mass.size > 0, f"{name} has shape {mass.shape}; give (T_r, T_c)")
         shares = np.isfinite(mass).all() and (mass >= 0).all()
         require(shares, f"{name} holds {mass.min():g}; shares of a mass are at least 0")
-        T_r, T_c = mass.shape
-        fair = mass * mass.size  # 1 where a tile has its fair share
-        shown = axes.imshow(
-            np.log2(np.maximum(fair, 2.0**-6)), cmap="viridis", vmin=-4, vmax=4,
-            extent=(0, T_c, T_r, 0),
-        )  # fmt: skip
-        _frame(axes, T_r, T_c)
+        told = _mass_in_words(name, mass)
+        shown = _draw_mass(axes, mass)
+        axes.set(title=name, xlabel="key block")
         if pattern is not None:
             pattern, shape = bool_array("pattern", pattern, ""), mass.shape
             require(
                 pattern.shape == shape, f"pattern has shape {pattern.shape}; {name} has {shape}"
             )
-            i, j = np.nonzero(~pattern)
-            absent = _rectangles(j, j + 1, i, i + 1)
-            look = {"facecolor": "none", "edgecolor": "white", "linewidth": 0}
-            axes.add_artist(PathPatch(absent, **look, hatch="////", alpha=0.75))
-        kept = 1.0 if pattern is None else mass[pattern].sum()
-        axes.set_title(name if pattern is None else f"{name}\nkept {kept:.0%}")
-        top = np.unravel_index(mass.argmax(), mass.shape)
-        words.append(
-            f"{name}: the heaviest tile, query block {top[0]} and key block {top[1]}, has "
-            f"{fair.max():.1f} times its fair share; "
-            f"the first key block has {mass[:, 0].sum():.0%} of all mass, "
-            f"the diagonal {np.trace(mass):.0%}"
-            + ("" if pattern is None else f"; the pattern keeps {kept:.0%}")
-        )
-        axes.set_xlabel("key block")
+            _hatch_absent(axes, pattern)
+            kept = f"{mass[pattern].sum():.0%}"
+            axes.set_title(f"{name}\nkept {kept}")
+            told += f"; the pattern keeps {kept}"
+        words.append(told)
     row[0].set_ylabel("query block")
     place = row[-1].get_position()
     bar = figure.colorbar(shown, cax=figure.add_axes((0.93, place.y0, 0.014, place.height)))
@@ -460,3 +471,33 @@ def tile_mass(masses, pattern=None):
     figure.text(0.995, 0.9, "times the\nfair share", ha="right", va="center", fontsize=9)
     end = "" if pattern is None else " Hatched tiles are left out."
     return Picture(figure, f"Share of the softmax mass in each tile. {'. '.join(words)}.{end}")
+
+
+def _draw_mass(axes, mass):
+    """Draw how many times its fair share each tile has; return what a colour bar needs."""
+    T_r, T_c = mass.shape
+    shown = axes.imshow(
+        np.log2(np.maximum(mass * mass.size, 2.0**-6)), cmap="viridis", vmin=-4, vmax=4,
+        extent=(0, T_c, T_r, 0),
+    )  # fmt: skip
+    _frame(axes, T_r, T_c)
+    return shown
+
+
+def _hatch_absent(axes, pattern):
+    """Hatch the tiles that a pattern leaves out."""
+    i, j = np.nonzero(~pattern)
+    look = {"facecolor": "none", "edgecolor": "white", "linewidth": 0}
+    absent = _rectangles(j, j + 1, i, i + 1)
+    axes.add_artist(PathPatch(absent, **look, hatch="////", alpha=0.75))
+
+
+def _mass_in_words(name, mass):
+    """Return where the mass lies, as one clause."""
+    i, j = np.unravel_index(mass.argmax(), mass.shape)
+    return (
+        f"{name}: the heaviest tile, query block {i} and key block {j}, has "
+        f"{(mass * mass.size).max():.1f} times its fair share; "
+        f"the first key block has {mass[:, 0].sum():.0%} of all mass, "
+        f"the diagonal {np.trace(mass):.0%}"
+    )

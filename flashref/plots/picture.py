@@ -9,6 +9,7 @@ import io
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 from matplotlib.image import imsave
 
 from flashref.inputs import count, require
@@ -88,6 +89,11 @@ class Picture:
     def _repr_mimebundle_(self, include=None, exclude=None):
         data = {"text/plain": self.alt, "image/png": base64.b64encode(self.png()).decode("ascii")}
         return data, {"image/png": {"width": self.width, "alt": self.alt}}
+
+
+def page_figure(height, layout=None):
+    """Return an empty figure as wide as the page and `height` inches high."""
+    return Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, height), layout=layout)
 
 
 def counts(**values):

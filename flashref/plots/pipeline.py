@@ -1,7 +1,6 @@
 """Lesson 11: schedules as charts of who does what when, and what FP8 makes of numbers."""
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashref import flash3
@@ -12,13 +11,13 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
     PIXELS_PER_INCH,
     RED,
     SKY,
     YELLOW,
     Picture,
+    page_figure,
     styled,
     titled,
 )  # fmt: skip
@@ -31,6 +30,7 @@ LOOKS = {
     "softmax": {"facecolor": YELLOW, "hatch": "--"},
     "PV": {"facecolor": GREEN, "hatch": "\\\\"},
 }
+BUFFER = {"facecolor": PALE, "edgecolor": GREY}
 NAMES = {"load": "load K, V", "QK": "$QK^T$", "softmax": "softmax", "PV": "$PV$"}
 LANE, TITLE, TICKS, FOOT = 0.235, 0.28, 0.24, 0.5  # heights in inches
 LEFT, RIGHT = 1.6, 0.12  # and widths beside the lanes
@@ -62,26 +62,24 @@ def timeline(schedules, span=None):
     require(finite_number("span", span) > 0, f"{span=} must be above 0, a time")
     lanes = {name: _lanes(found) for name, found in schedules.items()}
     heights = [TITLE + LANE * len(rows) + TICKS for rows in lanes.values()]
-    size = PAGE_WIDTH / PIXELS_PER_INCH, sum(heights) + FOOT
-    figure = Figure(figsize=size)
-    top = size[1]
+    figure = page_figure(sum(heights) + FOOT)
+    wide, high = figure.get_size_inches()
+    top = high
     for (name, found), height in zip(schedules.items(), heights, strict=True):
         # fixed places: a layout engine would take as long as everything else together
-        box = (LEFT, top - height + TICKS, size[0] - LEFT - RIGHT, LANE * len(lanes[name]))
-        axes = figure.add_axes(
-            [box[0] / size[0], box[1] / size[1], box[2] / size[0], box[3] / size[1]]
-        )
-        _draw_schedule(axes, found, lanes[name], span, box[2] * PIXELS_PER_INCH / span)
-        figure.text(0.008, (top - 0.21) / size[1], _title(name, found))
+        x, y, width, rows = LEFT, top - height + TICKS, wide - LEFT - RIGHT, LANE * len(lanes[name])
+        axes = figure.add_axes((x / wide, y / high, width / wide, rows / high))
+        _draw_schedule(axes, found, lanes[name], span, width * PIXELS_PER_INCH / span)
+        figure.text(0.008, (top - 0.21) / high, _title(name, found))
         look = {"ha": "right", "fontsize": 8.5}
-        figure.text(1 - RIGHT / size[0], (top - 0.2) / size[1], _shares(found), **look)
+        figure.text(1 - RIGHT / wide, (top - 0.2) / high, _shares(found), **look)
         top -= height
     axes.set_xlabel("time (units of the simulation)")
     parts = {part for rows in lanes.values() for _, part in rows}
     shown = [what for what in LOOKS if what != "load" or "loads" in parts]
     handles = [Patch(edgecolor=INK, label=NAMES[what], **LOOKS[what]) for what in shown]
     if "load" in shown:
-        handles.append(Patch(facecolor=PALE, edgecolor=GREY, label="buffer in use"))
+        handles.append(Patch(label="buffer in use", **BUFFER))
     figure.legend(handles=handles, loc="lower center", ncols=5, borderaxespad=0.1)
     return Picture(figure, " ".join(_words(name, found) for name, found in schedules.items()))
 
@@ -109,21 +107,23 @@ def _lanes(found):
 
 def _draw_schedule(axes, found, lanes, span, pixels):
     """Draw the lanes; `pixels` is the width of one unit of time on the page."""
+    bars = {}  # by kind: a call for each bar would take as long as the rest of the drawing
     for y, ((_, part), tasks) in enumerate(lanes.items()):
         for task in tasks:
             width = task.end - task.start
-            if isinstance(task, flash3.Held):
-                axes.barh(y, width, 0.5, task.start, facecolor=PALE, edgecolor=GREY, linewidth=0.8)
-                long = short = f"{task.block}"
-            else:
-                look = LOOKS[task.what]
-                axes.barh(y, width, 0.84, task.start, edgecolor=INK, linewidth=0.8, **look)
-                long, short = f"{task.what} {task.block}", f"{task.block}"
-            text = next((t for t in (long, short) if 5.6 * len(t) + 6 < width * pixels), "")
+            kind = "held" if isinstance(task, flash3.Held) else task.what
+            bars.setdefault(kind, []).append((y, width, task.start))
+            short = f"{task.block}"
+            names = (short,) if kind == "held" else (f"{kind} {short}", short)
+            text = next((name for name in names if 5.6 * len(name) + 6 < width * pixels), "")
             back = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
             look = {"bbox": back} if part in ("products", "softmax") else {}  # they are hatched
             middle = task.start + width / 2
             axes.text(middle, y, text, ha="center", va="center_baseline", fontsize=7.5, **look)
+    for kind, places in bars.items():
+        y, width, start = zip(*places, strict=True)
+        look = {"edgecolor": INK, **LOOKS[kind]} if kind in LOOKS else BUFFER
+        axes.barh(y, width, 0.84 if kind in LOOKS else 0.5, start, linewidth=0.8, **look)
     axes.axvline(found.length, color=RED, linewidth=1.4, linestyle="--")
     axes.set(xlim=(0, 1.01 * span), ylim=(len(lanes) - 0.5, -0.5))
     axes.set_yticks(range(len(lanes)), [" ".join(lane) for lane in lanes], fontsize=8.5)
@@ -192,23 +192,15 @@ def fp8_line(x=(0.01, 0.02, 0.03, 3000.0)):
     x = float_array("x", x)
     require(x.ndim == 1 and len(x) > 1, f"x has shape {x.shape}; give at least two numbers, (n,)")
     require((np.isfinite(x) & (x > 0)).all(), f"{x=} must be positive, finite numbers")
-    values = flash3.e4m3_values()
     small = x[x < x.max()] if (x < x.max()).any() else x
     together = x * flash3.LARGEST / x.max()
     alone = small * flash3.LARGEST / small.max()
 
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.5))
+    figure = page_figure(3.5)
     line = figure.add_axes([0.09, 0.77, 0.89, 0.12])
     curve = figure.add_axes([0.09, 0.2, 0.89, 0.42])
-    line.vlines(values, 0, 1, color=BLUE, linewidth=1)
-    line.set(
-        ylim=(0, 1),
-        title="the 126 positive numbers of e4m3, on a logarithmic line (grey: even steps of 1/512)",
-    )
-    line.set_yticks([])
-    line.spines["left"].set_visible(False)
-    at = np.geomspace(2.0**-11, 1000, 4000)
-    curve.plot(at, _relative_error(at), color=BLUE, linewidth=1.2)
+    _draw_numbers(line)
+    _draw_error(curve)
     for numbers, marker, color, name in (
         (together, "o", ORANGE, "one scale for all"),
         (alone, "v", GREEN, "a scale without the largest"),
@@ -216,19 +208,6 @@ def fp8_line(x=(0.01, 0.02, 0.03, 3000.0)):
         look = {"color": color, "markeredgecolor": INK, "markersize": 8, "clip_on": False}
         curve.plot(numbers, _relative_error(numbers), marker, label=name, zorder=4, **look)
         line.plot(numbers, np.full(len(numbers), 0.5), marker, zorder=4, **look)
-    for axes in (line, curve):
-        axes.set_xscale("log", base=2)
-        axes.set(xlim=(2.0**-11, 1024))
-        axes.axvspan(2.0**-11, 2.0**-6, color=PALE, zorder=0)
-        axes.axvline(flash3.LARGEST, color=RED, linestyle=":", linewidth=1.4)
-    ticks = [2.0**e for e in range(-9, 10, 3)]
-    labels = [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks]
-    for axes in (line, curve):
-        axes.set_xticks(ticks, labels)
-        axes.minorticks_off()
-    curve.text(flash3.LARGEST * 0.94, 0.97, "448", va="top", ha="right", color=RED, fontsize=9)
-    curve.set(ylim=(0, 1), xlabel="number after division by the scale", ylabel="relative error")
-    curve.set_yticks([0.0625, 0.5, 1], ["1/16", "1/2", "1"])
     curve.legend(loc="upper center", ncols=2)
     words = []
     for name, numbers in (("one scale", together), ("a scale without the largest", alone)):
@@ -241,6 +220,39 @@ def fp8_line(x=(0.01, 0.02, 0.03, 3000.0)):
         "range and grows to 1 below it. "
         f"For {', '.join(f'{number:g}' for number in x)}: {'; '.join(words)}.",
     )
+
+
+def _draw_numbers(axes):
+    """Draw the FP8 numbers as strokes on a line."""
+    axes.vlines(flash3.e4m3_values(), 0, 1, color=BLUE, linewidth=1)
+    axes.set(
+        ylim=(0, 1),
+        title="the 126 positive numbers of e4m3, on a logarithmic line (grey: even steps of 1/512)",
+    )
+    axes.set_yticks([])
+    axes.spines["left"].set_visible(False)
+    _share_numbers_axis(axes)
+
+
+def _draw_error(axes):
+    """Draw the relative error of rounding over the same line."""
+    at = np.geomspace(2.0**-11, 1000, 4000)
+    axes.plot(at, _relative_error(at), color=BLUE, linewidth=1.2)
+    _share_numbers_axis(axes)
+    axes.text(flash3.LARGEST * 0.94, 0.97, "448", va="top", ha="right", color=RED, fontsize=9)
+    axes.set(ylim=(0, 1), xlabel="number after division by the scale", ylabel="relative error")
+    axes.set_yticks([0.0625, 0.5, 1], ["1/16", "1/2", "1"])
+
+
+def _share_numbers_axis(axes):
+    """Lay out the x axis of both panels: powers of two, even steps grey, 448 in red."""
+    axes.set_xscale("log", base=2)
+    axes.set(xlim=(2.0**-11, 1024))
+    axes.axvspan(2.0**-11, 2.0**-6, color=PALE, zorder=0)
+    axes.axvline(flash3.LARGEST, color=RED, linestyle=":", linewidth=1.4)
+    ticks = [2.0**e for e in range(-9, 10, 3)]
+    axes.set_xticks(ticks, [f"{tick:g}" if tick >= 1 else f"1/{1 / tick:g}" for tick in ticks])
+    axes.minorticks_off()
 
 
 def _relative_error(x):
@@ -273,7 +285,7 @@ def fp8_errors(errors):
         f"errors has shape {errors.shape}; give {want}",
     )
     require((np.isfinite(errors) & (errors >= 0)).all(), f"{errors=} must be finite, at least 0")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9))
+    figure = page_figure(2.9)
     axes = figure.add_axes([0.25, 0.2, 0.72, 0.68])
     means = errors.mean(axis=1)
     for y, (mean, own, paper) in enumerate(zip(means, errors, PAPER_RMSE, strict=True)):

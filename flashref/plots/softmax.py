@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from flashref.inputs import finite_number, float_array, is_integer, require
@@ -13,12 +12,11 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     RED,
     SKY,
     Picture,
+    page_figure,
     styled,
 )  # fmt: skip
 from flashref.softmax import merge_attention, online_softmax_steps, safe_softmax
@@ -52,42 +50,10 @@ def exp_overflow():
     picture : Picture
         Left, the curve up to the largest float16; right, a bar for each of the three types.
     """
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.2), layout="constrained")
+    figure = page_figure(3.2, layout="constrained")
     near, far = figure.subplots(1, 2, width_ratios=(1, 1.7))
-    looks = dict(zip(DTYPES, ((ORANGE, "\\\\\\"), (SKY, "///"), (GREEN, "...")), strict=True))
-
-    x = np.linspace(-2, 12.4, 200)
-    top = float(np.finfo(np.float16).max)
-    edge = exp_range(np.float16)[1]
-    near.plot(x, np.exp(x), color=INK, linewidth=2)
-    near.axhline(top, color=RED, linestyle=":", linewidth=1.8)
-    near.plot(edge, top, "o", color=RED, markersize=8)
-    near.text(-1.8, 0.98 * top, f"largest float16: {top:,.0f}\nreached at x = {edge:.4f}", va="top")
-    near.set(ylim=(0, 1.5 * top), xlim=(-2, 12.4), xlabel="x", title="$e^x$")
-    near.set_yticks([0, 50_000], ["0", "50,000"])
-    near.set_xticks([0, 5, 10])
-
-    names, words = [], []
-    for y, (dtype, (color, hatch)) in enumerate(looks.items()):
-        low, high = exp_range(dtype)
-        far.barh(y, high - low, 0.36, low, color=color, hatch=hatch, edgecolor=INK)
-        ends = f"{low:.4f}".replace("-", "−"), f"{high:.4f}"
-        if dtype is np.float64:  # its ends leave no room beside the bar
-            far.text(low, y - 0.22, ends[0], ha="left", va="bottom")
-            far.text(high, y - 0.22, ends[1], ha="right", va="bottom")
-        else:
-            far.text(low - 15, y, ends[0], ha="right", va="center")
-            far.text(high + 15, y, ends[1], ha="left", va="center")
-        power = np.log10(float(np.finfo(dtype).max))
-        largest = f"{top:,.0f}" if dtype is np.float16 else f"$10^{{{power:.1f}}}$"
-        names.append(f"{np.dtype(dtype).name}\nup to {largest}")
-        words.append(f"{np.dtype(dtype).name} from x = {ends[0]} to {ends[1]}")
-    far.text(-790, -0.55, "left of its bar: exp is 0", va="center")
-    far.text(790, -0.55, "right of its bar: exp is inf", va="center", ha="right")
-    far.set(xlim=(-800, 800), ylim=(2.4, -0.85), xlabel="x", title="where $e^x$ fits into the type")
-    far.set_yticks(range(3), names)
-    far.tick_params(axis="y", length=0)
-    far.spines["left"].set_visible(False)
+    _draw_exp(near)
+    words = _draw_ranges(far)
     return Picture(
         figure,
         "Left, e to the x: the curve is flat, then climbs like a wall through the largest float16. "
@@ -96,7 +62,55 @@ def exp_overflow():
     )
 
 
-ZONES = {"right": (SKY, ""), "wrong, yet finite": (ORANGE, "\\\\\\"), "NaN": (GREY, "xxx")}
+LARGEST_HALF = float(np.finfo(np.float16).max)
+
+
+def _draw_exp(axes):
+    """Draw exp up to the largest float16."""
+    x = np.linspace(-2, 12.4, 200)
+    top, edge = LARGEST_HALF, exp_range(np.float16)[1]
+    axes.plot(x, np.exp(x), color=INK, linewidth=2)
+    axes.axhline(top, color=RED, linestyle=":", linewidth=1.8)
+    axes.plot(edge, top, "o", color=RED, markersize=8)
+    axes.text(-1.8, 0.98 * top, f"largest float16: {top:,.0f}\nreached at x = {edge:.4f}", va="top")
+    axes.set(ylim=(0, 1.5 * top), xlim=(-2, 12.4), xlabel="x", title="$e^x$")
+    axes.set_yticks([0, 50_000], ["0", "50,000"])
+    axes.set_xticks([0, 5, 10])
+
+
+def _draw_ranges(axes):
+    """Draw a bar from `exp_range` for each type; return them in words."""
+    looks = ((ORANGE, "\\\\\\"), (SKY, "///"), (GREEN, "..."))
+    names, words = [], []
+    for y, (dtype, (color, hatch)) in enumerate(zip(DTYPES, looks, strict=True)):
+        low, high = exp_range(dtype)
+        axes.barh(y, high - low, 0.36, low, color=color, hatch=hatch, edgecolor=INK)
+        ends = f"{low:.4f}".replace("-", "−"), f"{high:.4f}"
+        if dtype is np.float64:  # its ends leave no room beside the bar
+            axes.text(low, y - 0.22, ends[0], ha="left", va="bottom")
+            axes.text(high, y - 0.22, ends[1], ha="right", va="bottom")
+        else:
+            axes.text(low - 15, y, ends[0], ha="right", va="center")
+            axes.text(high + 15, y, ends[1], ha="left", va="center")
+        power = np.log10(float(np.finfo(dtype).max))
+        largest = f"{LARGEST_HALF:,.0f}" if dtype is np.float16 else f"$10^{{{power:.1f}}}$"
+        names.append(f"{np.dtype(dtype).name}\nup to {largest}")
+        words.append(f"{np.dtype(dtype).name} from x = {ends[0]} to {ends[1]}")
+    axes.text(-790, -0.55, "left of its bar: exp is 0", va="center")
+    axes.text(790, -0.55, "right of its bar: exp is inf", va="center", ha="right")
+    title = "where $e^x$ fits into the type"
+    axes.set(xlim=(-800, 800), ylim=(2.4, -0.85), xlabel="x", title=title)
+    axes.set_yticks(range(3), names)
+    axes.tick_params(axis="y", length=0)
+    axes.spines["left"].set_visible(False)
+    return words
+
+
+ZONES = {
+    "right": {"facecolor": SKY, "hatch": "", "edgecolor": "white"},
+    "wrong, yet finite": {"facecolor": ORANGE, "hatch": "\\\\\\", "edgecolor": "white"},
+    "NaN": {"facecolor": GREY, "hatch": "xxx", "edgecolor": "white"},
+}
 
 
 def shift_zones(softmax, x, shifts=range(-1000, 1001)):
@@ -153,19 +167,12 @@ def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
     require(-1000 <= shift <= 1000, f"{shift=} is outside the picture; give -1000 to 1000")
     x = _row(x)
     zones = shift_zones(softmax, x) if zones is None else zones
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.9), layout="constrained")
+    figure = page_figure(2.9, layout="constrained")
     axes = figure.subplots()
     words = []
     for y, (dtype, names) in enumerate(zones.items()):
         name = np.dtype(dtype).name
-        for start, stop, zone in _runs(names):
-            color, hatch = ZONES[zone]
-            left, right = max(start - 1000.5, -1000), min(stop - 1000.5, 1000)
-            axes.barh(y, right - left, 0.62, left, color=color, hatch=hatch, edgecolor="white")
-            if zone == "wrong, yet finite":  # often too narrow to see
-                middle = np.clip((start + stop - 1) / 2 - 1000, -1000, 1000)
-                look = {"color": color, "markeredgecolor": INK, "markersize": 7, "zorder": 4}
-                axes.plot(middle, y - 0.4, "v", clip_on=False, **look)
+        _draw_zones(axes, y, names)
         with np.errstate(all="ignore"):
             p = np.asarray(softmax(np.asarray(x, dtype) + dtype(shift)), np.float64)
         shares = f"[{', '.join(f'{p_j:.3f}' for p_j in p)}]"
@@ -178,24 +185,44 @@ def softmax_shift(softmax, x=(1, 2, 3), shift=0, zones=None):
     axes.vlines(shift, -0.53, 2.5, color=INK, linewidth=1.3, zorder=3)
     axes.text(shift, -0.56, f"c = {_score(shift)}", ha="center", va="bottom", fontsize=9.5)
     axes.text(1150, -0.56, f"shares at c = {_score(shift)}", va="bottom", fontsize=9.5)
+    axes.set_yticks(range(len(zones)), [np.dtype(dtype).name for dtype in zones])
+    axes.set(ylim=(2.5, -0.6))
+    _lay_out_shifts(axes)
+    figure.legend(handles=_zone_handles(zones), loc="outside lower center", ncols=3)
+    scores = ", ".join(f"{s:g}" for s in x)
+    return Picture(figure, f"Softmax of [{scores}] + c. {'. '.join(words).replace('-', '−')}.")
+
+
+def _draw_zones(axes, y, names):
+    """Draw a bar in pieces: what becomes of the shares at each shift."""
+    for start, stop, zone in _runs(names):
+        look = ZONES[zone]
+        left, right = max(start - 1000.5, -1000), min(stop - 1000.5, 1000)
+        axes.barh(y, right - left, 0.62, left, **look)
+        if zone == "wrong, yet finite":  # often too narrow to see
+            middle = np.clip((start + stop - 1) / 2 - 1000, -1000, 1000)
+            mark = {"color": look["facecolor"], "markeredgecolor": INK, "markersize": 7}
+            axes.plot(middle, y - 0.4, "v", clip_on=False, zorder=4, **mark)
+
+
+def _lay_out_shifts(axes):
+    """Lay out the axes: c from -1000 to 1000, its logarithm beyond ±4."""
     axes.set_xscale("symlog", linthresh=4, linscale=0.5)
     ticks = (-1000, -100, -10, 0, 10, 100, 1000)
     axes.set_xticks(ticks, [_score(t) for t in ticks])
     axes.minorticks_off()
-    axes.set_yticks(range(len(zones)), [np.dtype(dtype).name for dtype in zones])
-    axes.set(xlim=(-1000, 1000), ylim=(2.5, -0.6))
+    axes.set_xlim(-1000, 1000)
     axes.set_xlabel("c, added to all scores (from ±10 on, each tick is ten times the one before)")
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
+
+
+def _zone_handles(zones):
     seen = {zone for names in zones.values() for zone in names}
     labels = {zone: zone for zone in ZONES if zone in seen}
     if "wrong, yet finite" in labels:
         labels["wrong, yet finite"] += " (each marked by a triangle)"
-    looks = {zone: dict(zip(("fc", "hatch"), ZONES[zone], strict=True)) for zone in labels}
-    handles = [Patch(ec="white", label=label, **looks[zone]) for zone, label in labels.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=3)
-    scores = ", ".join(f"{s:g}" for s in x)
-    return Picture(figure, f"Softmax of [{scores}] + c. {'. '.join(words).replace('-', '−')}.")
+    return [Patch(label=label, **ZONES[zone]) for zone, label in labels.items()]
 
 
 def _runs(names):
@@ -278,7 +305,7 @@ def softmax_steps(x, v=None, block=2, show=None):
     )
     # the places are fixed: a layout engine would take as long as everything else together
     legend = 0.3  # inches below the rows
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 2.6 * len(show) + legend))
+    figure = page_figure(2.6 * len(show) + legend)
     heights = [2.6] * len(show) + [legend]
     *rows, foot = figure.subfigures(len(show) + 1, 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, number in zip(rows, show, strict=True):
@@ -392,14 +419,8 @@ def _draw_output(axes, o_old, o, history):
         for place, old, new in zip(places, o_old, o, strict=True):
             for at, value in ((place - 0.2, old), (place + 0.2, new)):
                 va, gap = ("bottom", 2) if value >= 0 else ("top", -2)
-                axes.annotate(
-                    f"{value:.2f}",
-                    (at, value),
-                    (0, gap),
-                    textcoords="offset points",
-                    ha="center",
-                    va=va,
-                )
+                look = {"textcoords": "offset points", "ha": "center", "va": va}
+                axes.annotate(f"{value:.2f}", (at, value), (0, gap), **look)
         axes.set_xticks(places, [f"o[{i}]" for i in range(len(o))])
     axes.set(ylim=(low - (room if low < 0 else 0), high + room), title="o; dotted: where it ends")
     axes.axhline(0, color=GREY, linewidth=0.8)
@@ -435,7 +456,7 @@ def merge_tree(x, v, *trees):
         there = isinstance(tree, tuple) and all(is_integer(j) and 1 <= j <= len(x) for j in keys)
         want = f"nested pairs of different keys from 1 to {len(x)}, as in ((1, 2), (3, 4))"
         require(there and len({*keys}) == len(keys), f"{tree=} must be {want}")
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 4.4), layout="constrained")
+    figure = page_figure(4.4, layout="constrained")
     words = []
     for axes, tree in zip(figure.subplots(1, len(trees), squeeze=False)[0], trees, strict=True):
         axes.set_axis_off()

@@ -1,7 +1,6 @@
 """Lessons 01 and 06: what standard attention moves, matrices as maps, how gradients flow back."""
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from flashref.inputs import count, float_array, require
@@ -17,6 +16,7 @@ from flashref.plots.picture import (
     RED,
     Picture,
     counts,
+    page_figure,
     styled,
     titled,
 )  # fmt: skip
@@ -43,9 +43,24 @@ def _kernels(hbm):
     return kernels
 
 
+def _kernel_in_words(number, loads, stored):
+    loaded = " and ".join(f"{e.name} ({e.elements:,})" for e in loads)
+    return f"Kernel {number} loads {loaded} and stores {stored.name} ({stored.elements:,})."
+
+
+def _total(hbm, n, d, squares, named):
+    """Return all that moved, and which part of it the N x N matrices are, as a title."""
+    total = hbm.loads + hbm.stores
+    part = sum(event.elements for event in hbm.events if event.name in squares)
+    return (
+        f"N = {n:,}, d = {d}:  {hbm.loads:,} loaded + {hbm.stores:,} stored = {total:,} elements, "
+        f"{part / total:.0%} of them {named}"
+    )
+
+
 def _canvas(height):
     """Return a figure and axes that measure inches, for a picture placed by hand."""
-    figure = Figure(figsize=(WIDTH, height))
+    figure = page_figure(height)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, WIDTH), ylim=(0, height))
     axes.set_axis_off()
@@ -90,45 +105,46 @@ def kernel_strip(n=8, d=4):
     hbm, (n, d) = Memory(), counts(n=n, d=d)
     standard_attention(*np.zeros((3, n, d)), memory=hbm)
     figure, axes = _canvas(3.75)
-    top, shelf = 2.7, 1.72  # where the arrows end
     axes.add_patch(Rectangle((0, 2.55), WIDTH, 0.83, facecolor="#EEF4F9", edgecolor="none"))
     axes.text(0.1, 3.31, "fast memory, on chip", va="top", fontsize=9, color=GREY)
     axes.text(0.1, 0.02, "slow memory; areas to scale", va="bottom", fontsize=9, color=GREY)
-    scale = 1.15 / n
-    looks = {"S": SQUARE, "P": SQUARE, "O": RESULT}
-    for name, centre in CENTRES.items():
-        width = scale * (n if name in "SP" else d)
-        look = looks.get(name, INPUT)
-        axes.add_patch(Rectangle((centre - width / 2, 0.55), width, 1.15, **look))
-        columns = n if name in "SP" else d
-        axes.text(centre, 0.5, f"${name}$  {n:,} × {columns:,}", ha="center", va="top", fontsize=9)
+    _draw_arrays(axes, n, d)
     words = []
     for number, (loads, stored) in enumerate(_kernels(hbm), 1):
-        left, right = SPANS[stored.name]
-        _box(axes, left, top, right - left, 0.42, KERNEL)
-        formula = f"kernel {number}:  {FORMULAS[stored.name]}"
-        axes.text((left + right) / 2, top + 0.21, formula, ha="center", va="center", fontsize=10)
-        for event in loads:
-            x = CENTRES[event.name] + (0.3 if event.name in "SP" else 0)
-            _arrow(axes, (x, shelf), (x, top), LOAD)
-            axes.text(x + 0.07, 2.27, f"load\n{event.elements:,}", va="center", fontsize=9)
-        x = CENTRES[stored.name] - (0.3 if stored.name in "SP" else 0)
-        _arrow(axes, (x, top), (x, shelf), STORE)
-        side, gap = ("right", -0.07) if stored.name in "SP" else ("left", 0.07)
-        text = f"store\n{stored.elements:,}"  # lower than a load's: in between there is no room
-        axes.text(x + gap, 1.96, text, ha=side, va="center", fontsize=9)
-        loaded = " and ".join(f"{e.name} ({e.elements:,})" for e in loads)
-        words.append(
-            f"Kernel {number} loads {loaded} and stores {stored.name} ({stored.elements:,})."
-        )
-    squares = sum(hbm.loads_by_array[name] + hbm.stores_by_array[name] for name in "SP")
-    total = hbm.loads + hbm.stores
-    title = (
-        f"N = {n:,}, d = {d}:  {hbm.loads:,} loaded + {hbm.stores:,} stored = {total:,} elements, "
-        f"{squares / total:.0%} of them S and P"
-    )
+        _draw_kernel(axes, number, loads, stored)
+        words.append(_kernel_in_words(number, loads, stored))
+    title = _total(hbm, n, d, ("S", "P"), "S and P")
     axes.text(0.1, 3.68, title, va="top", fontsize=10.5)
     return Picture(figure, f"Algorithm 0 as three kernels. {' '.join(words)} {title}.")
+
+
+def _draw_arrays(axes, n, d):
+    """Draw the arrays in slow memory, to scale."""
+    looks = {"S": SQUARE, "P": SQUARE, "O": RESULT}
+    for name, centre in CENTRES.items():
+        columns = n if name in "SP" else d
+        width = 1.15 / n * columns
+        look = looks.get(name, INPUT)
+        axes.add_patch(Rectangle((centre - width / 2, 0.55), width, 1.15, **look))
+        axes.text(centre, 0.5, f"${name}$  {n:,} × {columns:,}", ha="center", va="top", fontsize=9)
+
+
+def _draw_kernel(axes, number, loads, stored):
+    """Draw a kernel above its arrays, an arrow for each load (up) and for its store (down)."""
+    top, shelf = 2.7, 1.72  # where the arrows end
+    left, right = SPANS[stored.name]
+    _box(axes, left, top, right - left, 0.42, KERNEL)
+    formula = f"kernel {number}:  {FORMULAS[stored.name]}"
+    axes.text((left + right) / 2, top + 0.21, formula, ha="center", va="center", fontsize=10)
+    for event in loads:
+        x = CENTRES[event.name] + (0.3 if event.name in "SP" else 0)
+        _arrow(axes, (x, shelf), (x, top), LOAD)
+        axes.text(x + 0.07, 2.27, f"load\n{event.elements:,}", va="center", fontsize=9)
+    x = CENTRES[stored.name] - (0.3 if stored.name in "SP" else 0)
+    _arrow(axes, (x, top), (x, shelf), STORE)
+    side, gap = ("right", -0.07) if stored.name in "SP" else ("left", 0.07)
+    text = f"store\n{stored.elements:,}"  # lower than a load's: in between there is no room
+    axes.text(x + gap, 1.96, text, ha=side, va="center", fontsize=9)
 
 
 # Lessons 01 and 06: matrices as maps
@@ -166,7 +182,7 @@ def heat_maps(maps, rows="query i", columns="key j", words=None, digits=3):
     side = (WIDTH - 0.9 - 0.35 * len(maps)) / len(maps)  # inches for one map
     cell = min(side / m, 0.42 if m <= 8 else 0.24)
     height = cell * n + (0.75 if words is None else 1.25)
-    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    figure = page_figure(height, layout="constrained")
     for at, (name, M) in enumerate(maps.items()):
         axes = figure.add_subplot(1, len(maps), at + 1)
         image = _draw_map(axes, M, M.min() if _numbered(M) else min(0, M.min()), M.max(), digits)
@@ -197,8 +213,7 @@ def _draw_map(axes, M, low, high, digits):
             text = _number(value, digits)
             look = {"ha": "center", "va": "center", "fontsize": 9}
             axes.text(j, i, text, color="white" if dark else INK, **look)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
+    axes.spines[:].set_visible(False)
     axes.tick_params(length=0)
     return image
 
@@ -260,7 +275,7 @@ def softmax_jacobian(y):
         (r"$J = \mathrm{diag}(y) - y\,y^\top$", np.diag(y) - np.outer(y, y)),
     ]
     low, high = parts[2][1].min(), y.max()
-    figure = Figure(figsize=(WIDTH, 0.42 * len(y) + 0.95))
+    figure = page_figure(0.42 * len(y) + 0.95)
     room = 0.42 / figure.get_figheight(), 0.53 / figure.get_figheight()  # title, and axis below
     places = {"left": 0.05, "right": 0.93, "top": 1 - room[0], "bottom": room[1], "wspace": 0.36}
     axes = figure.subplots(1, 3, gridspec_kw=places)
@@ -321,7 +336,7 @@ def softmax_votes(y, dy):
     require(np.isfinite(dy).all(), f"{dy=} must hold finite numbers")
     mean = y @ dy
     gradient = y * (dy - mean)
-    figure = Figure(figsize=(WIDTH, 3.0), layout="constrained")
+    figure = page_figure(3.0, layout="constrained")
     axes = figure.subplots()
     starts = np.cumsum(y) - y
     axes.bar(starts, dy, y, align="edge", facecolor=PALE, edgecolor=INK)
@@ -398,22 +413,14 @@ def gradient_graph(n=8, d=4):
         moved = stored.elements + sum(event.elements for event in loads)
         text = f"{number}:  {formula}\nmoves {_short(moved)}"
         axes.text(x, y, text, ha="center", va="center", fontsize=9.5, linespacing=1.4)
-        loaded = " and ".join(f"{e.name} ({e.elements:,})" for e in loads)
-        words.append(
-            f"Kernel {number} loads {loaded} and stores {stored.name} ({stored.elements:,})."
-        )
+        words.append(_kernel_in_words(number, loads, stored))
     for name, (x, y) in ARRAY_PLACES.items():
         given = name in ("V", "dO", "K", "Q")
         look = SQUARE if name in SQUARES else INPUT if given else RESULT
         half = _half(name)
         axes.add_patch(Rectangle((x - half, y - 0.2), 2 * half, 0.4, **look))
         axes.text(x, y - 0.24, f"${name}$", ha="center", va="top")
-    squares = sum(e.elements for e in hbm.events if e.name in SQUARES)
-    total = hbm.loads + hbm.stores
-    title = (
-        f"N = {n:,}, d = {d}:  {hbm.loads:,} loaded + {hbm.stores:,} stored = {total:,} elements, "
-        f"{squares / total:.0%} of them P, dP and dS"
-    )
+    title = _total(hbm, n, d, SQUARES, "P, dP and dS")
     axes.text(0.1, 3.74, title, va="top", fontsize=10.5)
     key = "solid: load   dashed: store   thick: an N × N matrix"
     axes.text(0.1, 0.04, key, va="bottom", fontsize=9, color=GREY)
@@ -473,7 +480,7 @@ def difference_curve(h, errors):
     for name, error in errors.items():
         require(error.shape == h.shape, f"{name} has shape {error.shape}; h has {h.shape}")
         require((error > 0).all(), f"{name} holds {error.min():g}, which has no logarithm")
-    figure = Figure(figsize=(WIDTH, 3.2), layout="constrained")
+    figure = page_figure(3.2, layout="constrained")
     axes = figure.subplots()
     words = []
     looks = ((BLUE, "-", "o"), (ORANGE, "--", "s"), (INK, ":", "^"))

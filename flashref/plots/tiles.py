@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib.collections import PolyCollection
-from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from flashref.block_sparse import block_sparse_attention, block_sparse_attention_backward
@@ -31,6 +30,7 @@ from flashref.plots.picture import (
     SKY,
     YELLOW,
     Picture,
+    page_figure,
     styled,
 )  # fmt: skip
 from flashref.softmax import blocks, finite
@@ -308,6 +308,7 @@ CURRENT = {"facecolor": YELLOW, "edgecolor": INK, "linewidth": 2.4}
 SKIPPED = {"facecolor": PALE, "edgecolor": GREY, "linewidth": 0.8}
 READ = {"facecolor": "#9CCBE8", "edgecolor": BLUE, "linewidth": 1.2}
 WRITTEN = {"facecolor": "#F3B98F", "edgecolor": RED, "hatch": "xx", "linewidth": 1.2}
+PLATE = {"fc": "white", "ec": "none", "pad": 1}  # behind a text that lies on something
 TO_COME = {"facecolor": "none", "edgecolor": GREY, "linewidth": 0.8, "linestyle": ":"}
 NAMES = {
     "fa1": "FlashAttention-1",
@@ -326,10 +327,10 @@ BANDS |= {("block_sparse", back): BANDS["fa1", back] for back in (False, True)}
 class _Sheet:
     """A figure on which one unit is one pixel of the page, counted from the upper left corner."""
 
-    def __init__(self, height, width=PAGE_WIDTH):
-        self.figure = Figure(figsize=(width / PIXELS_PER_INCH, height / PIXELS_PER_INCH))
+    def __init__(self, height):
+        self.figure = page_figure(height / PIXELS_PER_INCH)
         self.axes = self.figure.add_axes((0, 0, 1, 1))
-        self.axes.set(xlim=(0, width), ylim=(height, 0))
+        self.axes.set(xlim=(0, PAGE_WIDTH), ylim=(height, 0))
         self.axes.set_axis_off()
 
     def boxes(self, places, **look):
@@ -353,8 +354,7 @@ class _Sheet:
         look = {"linewidth": 1.4, "marker": marker, "markevery": [1], "markersize": 6} | look
         self.line([x0, x1], [y0, y1], **look)
         if label:
-            box = {"fc": "white", "ec": "none", "pad": 1}
-            self.text((x0 + x1) / 2, (y0 + y1) / 2, label, ha="center", bbox=box)
+            self.text((x0 + x1) / 2, (y0 + y1) / 2, label, ha="center", bbox=PLATE)
 
 
 @styled
@@ -448,85 +448,143 @@ def _pick(trace, step):
     return trace[step]
 
 
+GAP, LABEL = 5, 18  # between the arrays round S, and for a line of text beside them
+
+
+class _Grid(NamedTuple):
+    """Where S lies on a sheet, and how it is cut; a block is (start, stop)."""
+
+    x0: float
+    y0: float
+    cell: float  # pixels for a query, and for a key
+    row_blocks: list
+    col_blocks: list
+
+    @property
+    def x1(self):
+        return self.x0 + self.col_blocks[-1][1] * self.cell
+
+    @property
+    def y1(self):
+        return self.y0 + self.row_blocks[-1][1] * self.cell
+
+    def across(self, block):
+        """Return where a block of keys begins, and how wide it is."""
+        return self.x0 + block[0] * self.cell, (block[1] - block[0]) * self.cell
+
+    def down(self, block):
+        """Return where a block of queries begins, and how high it is."""
+        return self.y0 + block[0] * self.cell, (block[1] - block[0]) * self.cell
+
+    def boxes(self, steps):
+        """Return (x, y, width, height) of the tile of each step."""
+        return [
+            (x, y, wide, high)
+            for step in steps
+            for x, wide in [self.across((step.cols.start, step.cols.stop))]
+            for y, high in [self.down((step.rows.start, step.rows.stop))]
+        ]
+
+
 def _draw_grid(sheet, trace, now, bands, place):
     """Draw the tiles of S between the arrays that they are made of, cut into the same blocks.
 
-    Returns the left edge of the leftmost array, the upper edge of the uppermost, and S's corners.
+    Returns the left edge of the leftmost array, the upper edge of the uppermost, and the grid.
     """
+    grid = _place_grid(trace, bands, place)
+    corner = _draw_arrays(sheet, now, bands, grid)
+    _number_blocks(sheet, grid, *corner)
+    _draw_tiles(sheet, trace, now, grid)
+    sheet.text((grid.x0 + grid.x1) / 2, grid.y1 + 11, "S", ha="center")
+    return *corner, grid
+
+
+def _thick(name):
+    return 9 if name in VECTORS else 20
+
+
+def _place_grid(trace, bands, place):
+    """Return the largest grid of square cells that leaves room for the arrays round S."""
     x, y, width, height = place
+    left, right, top = (sum(_thick(name) + GAP for name in side) for side in bands)
     row_blocks = sorted({(s.rows.start, s.rows.stop) for s in trace[1:]})
     col_blocks = sorted({(s.cols.start, s.cols.stop) for s in trace[1:]})
-    n_q, n_k = row_blocks[-1][1], col_blocks[-1][1]
-    left, right, top = ([(name, 9 if name in VECTORS else 20) for name in side] for side in bands)
-    gap, label = 5, 18
-    x0 = x + label + sum(thick + gap for _, thick in left)
-    y0 = y + label + sum(thick + gap for _, thick in top)
-    x1 = x + width - sum(thick + gap for _, thick in right)
-    y1 = y + height - label
-    cell = min((x1 - x0) / n_k, (y1 - y0) / n_q)
-    x1, y1 = x0 + n_k * cell, y0 + n_q * cell
+    x0, y0 = x + LABEL + left, y + LABEL + top
+    wide, high = x + width - right - x0, y + height - LABEL - y0
+    cell = min(wide / col_blocks[-1][1], high / row_blocks[-1][1])
+    return _Grid(x0, y0, cell, row_blocks, col_blocks)
 
-    def across(block):  # where a block of keys begins, and how wide it is
-        return x0 + block[0] * cell, (block[1] - block[0]) * cell
 
-    def down(block):
-        return y0 + block[0] * cell, (block[1] - block[0]) * cell
+def _draw_arrays(sheet, now, bands, grid):
+    """Draw the arrays round S; return the left and the upper edge of them all."""
+    left, right, top = bands
+    edge, rows = grid.x0, [grid.down(block) for block in grid.row_blocks]
+    for name in reversed(left):
+        thick = _thick(name)
+        edge -= thick + GAP
+        _draw_array(sheet, now, name, [(edge, y, thick, high) for y, high in rows])
+        sheet.text(edge + thick / 2, grid.y1 + 11, name, ha="center")
+    left_edge, edge = edge, grid.x1
+    for name in right:
+        thick = _thick(name)
+        _draw_array(sheet, now, name, [(edge + GAP, y, thick, high) for y, high in rows])
+        sheet.text(edge + GAP + thick / 2, grid.y1 + 11, name, ha="center")
+        edge += thick + GAP
+    edge, cols = grid.y0, [grid.across(block) for block in grid.col_blocks]
+    for name in reversed(top):
+        thick = _thick(name)
+        edge -= thick + GAP
+        _draw_array(sheet, now, name, [(x, edge, wide, thick) for x, wide in cols])
+        sheet.text(grid.x1 + 5, edge + thick / 2, name)
+    return left_edge, edge
 
-    def band(name, cuts, box):
-        """Draw one array, its blocks as boxes, the one on chip marked."""
-        look = STAYS if name in now.stays else PASSES
-        here = name in now.on_chip or name in now.stores or name in now.loads
-        on_chip = cuts[now.tile[name in OF_COLS]] if here and now.tile else None
-        sheet.boxes([box(cut) for cut in cuts if cut != on_chip], **SLOW)
-        sheet.boxes([box(on_chip)] if on_chip else [], **look, zorder=2)
 
-    edge = x0
-    for name, thick in reversed(left):
-        edge -= thick + gap
-        band(name, row_blocks, lambda b, at=edge, w=thick: (at, down(b)[0], w, down(b)[1]))
-        sheet.text(edge + thick / 2, y1 + 11, name, ha="center")
-    many_rows, many_cols, left_edge = len(row_blocks) > 8, len(col_blocks) > 8, edge
-    for i, block in enumerate([] if many_rows else row_blocks, 1):
-        sheet.text(edge - 5, sum(down(block)) - down(block)[1] / 2, str(i), 8.5, ha="right")
-    sheet.text(edge - 5, y0 - 6, "i", 9, ha="right", style="italic")
-    edge = x1
-    for name, thick in right:
-        band(name, row_blocks, lambda b, at=edge + gap, w=thick: (at, down(b)[0], w, down(b)[1]))
-        sheet.text(edge + gap + thick / 2, y1 + 11, name, ha="center")
-        edge += thick + gap
-    edge = y0
-    for name, thick in reversed(top):
-        edge -= thick + gap
-        band(name, col_blocks, lambda b, at=edge, h=thick: (across(b)[0], at, across(b)[1], h))
-        sheet.text(x1 + 5, edge + thick / 2, name)
-    for j, block in enumerate([] if many_cols else col_blocks, 1):
-        sheet.text(across(block)[0] + across(block)[1] / 2, edge - 8, str(j), 8.5, ha="center")
-    sheet.text(x0 - 6, edge - 8, "j", 9, ha="right", style="italic")
+def _draw_array(sheet, now, name, boxes):
+    """Draw one array, its blocks as boxes, the one on chip marked."""
+    look = STAYS if name in now.stays else PASSES
+    here = name in now.on_chip or name in now.stores or name in now.loads
+    on_chip = [boxes[now.tile[name in OF_COLS]]] if here and now.tile else []
+    sheet.boxes([box for box in boxes if box not in on_chip], **SLOW)
+    sheet.boxes(on_chip, **look, zorder=2)
 
-    def boxes(steps):
-        cuts = [((s.rows.start, s.rows.stop), (s.cols.start, s.cols.stop)) for s in steps]
-        return [(across(b)[0], down(a)[0], across(b)[1], down(a)[1]) for a, b in cuts]
 
+def _number_blocks(sheet, grid, left, top):
+    """Write i and j beside the outermost arrays, and the numbers of the blocks if they are few."""
+    few_rows, few_cols = len(grid.row_blocks) <= 8, len(grid.col_blocks) <= 8
+    for i, block in enumerate(grid.row_blocks if few_rows else [], 1):
+        y, high = grid.down(block)
+        bottom = y + high
+        sheet.text(left - 5, bottom - high / 2, str(i), 8.5, ha="right")
+    sheet.text(left - 5, grid.y0 - 6, "i", 9, ha="right", style="italic")
+    for j, block in enumerate(grid.col_blocks if few_cols else [], 1):
+        x, wide = grid.across(block)
+        sheet.text(x + wide / 2, top - 8, str(j), 8.5, ha="center")
+    sheet.text(grid.x0 - 6, top - 8, "j", 9, ha="right", style="italic")
+
+
+def _draw_tiles(sheet, trace, now, grid):
+    """Draw the tiles of S: those done, this one, those to come, a cross on the skipped ones."""
     tiles = trace[1:]
-    skipped = [s for s in tiles if s.skipped]
-    sheet.boxes(boxes([s for s in tiles if s.number < now.number and not s.skipped]), **DONE)
-    sheet.boxes(boxes([s for s in tiles if s.number > now.number and not s.skipped]), **TO_COME)
-    sheet.boxes(boxes(skipped), **SKIPPED)
+    skipped = grid.boxes([s for s in tiles if s.skipped])
+    done = [s for s in tiles if s.number < now.number and not s.skipped]
+    to_come = [s for s in tiles if s.number > now.number and not s.skipped]
+    sheet.boxes(grid.boxes(done), **DONE)
+    sheet.boxes(grid.boxes(to_come), **TO_COME)
+    sheet.boxes(skipped, **SKIPPED)
     xs, ys = [], []
-    for a, b, w, h in boxes(skipped):
-        xs += [a, a + w, np.nan, a, a + w, np.nan]
-        ys += [b, b + h, np.nan, b + h, b, np.nan]
-    fine = min(0.8, min(w for *_, w, _ in boxes(tiles)) / 20)  # many crosses would be one black
+    for x, y, w, h in skipped:
+        xs += [x, x + w, np.nan, x, x + w, np.nan]
+        ys += [y, y + h, np.nan, y + h, y, np.nan]
+    boxes = grid.boxes(tiles)
+    fine = min(0.8, min(w for _, _, w, _ in boxes) / 20)  # many crosses would be one black
     sheet.line(xs, ys, color=GREY, linewidth=fine, zorder=4)
     look = CURRENT | ({"facecolor": PALE} if now.skipped else {})
-    sheet.boxes(boxes([now] if now.tile else []), **look, zorder=3)
-    for s, (a, b, w, h) in zip(tiles, boxes(tiles), strict=True):
+    sheet.boxes(grid.boxes([now] if now.tile else []), **look, zorder=3)
+    for s, (x, y, w, h) in zip(tiles, boxes, strict=True):
         if min(w, h) >= 17 and not s.skipped:
             bold = {"weight": "bold", "zorder": 4} if s is now else {}
             color = INK if s.number <= now.number else GREY
-            sheet.text(a + w / 2, b + h / 2, str(s.number), 9, ha="center", color=color, **bold)
-    sheet.text((x0 + x1) / 2, y1 + 11, "S", ha="center")
-    return left_edge, edge, x0, y0, x1, y1
+            sheet.text(x + w / 2, y + h / 2, str(s.number), 9, ha="center", color=color, **bold)
 
 
 def _draw_moves(sheet, trace, now, place):
@@ -540,7 +598,7 @@ def _draw_moves(sheet, trace, now, place):
     sheet.text(read, y + 9, "read", 9, ha="right")
     sheet.text(written, y + 9, "written", 9, ha="right")
     end = trace[-1]
-    names = [name for name in ORDER if name in end.total_loads or name in end.total_stores]
+    names = _moved(end)
     top = y + 22
     row = min(34, (height - 30) / (len(names) + 1))
     for at, name in enumerate(names):
@@ -563,6 +621,11 @@ def _draw_moves(sheet, trace, now, place):
     sheet.text(written, bottom + 12, f"{now.stored:,}", 9, ha="right", weight="bold")
 
 
+def _moved(end):
+    """Return the names of all arrays that moved until this step."""
+    return [name for name in ORDER if name in end.total_loads or name in end.total_stores]
+
+
 def _draw_totals(sheet, trace, now, place):
     """Write how much of each array moved so far; what moves on this step stands in bold."""
     x, y, width, height = place
@@ -570,7 +633,7 @@ def _draw_totals(sheet, trace, now, place):
     sheet.text(x + width, y - 8, "elements, so far", 9, ha="right")
     sheet.text(read, y + 8, "read", 9, ha="right")
     sheet.text(written, y + 8, "written", 9, ha="right")
-    names = [name for name in ORDER if name in end.total_loads or name in end.total_stores]
+    names = _moved(end)
     row = min(26, (height - 20) / (len(names) + 1))
     for at, name in enumerate([*names, "all"]):
         middle = y + 20 + (at + 0.5) * row
@@ -594,11 +657,10 @@ def _draw_race(sheet, trace, now, most, place, name):
     sheet.boxes([(left, y, end * scale, height)], **TO_COME)
     sheet.boxes([(left, y, now.loaded * scale, height)], **READ)
     sheet.boxes([(left + now.loaded * scale, y, now.stored * scale, height)], **WRITTEN)
-    box = {"fc": "white", "ec": "none", "pad": 1}
     for start, moved, word in ((0, now.loaded, "read"), (now.loaded, now.stored, "written")):
         if moved * scale > 8 * len(word):
             middle = left + (start + moved / 2) * scale
-            sheet.text(middle, y + height / 2, word, 8.5, ha="center", bbox=box)
+            sheet.text(middle, y + height / 2, word, 8.5, ha="center", bbox=PLATE)
     moved = now.loaded + now.stored
     sheet.text(left + end * scale + 8, y + height / 2, f"{moved:,} of {end:,} moved", 9.5)
 
@@ -717,8 +779,7 @@ def _draw_chip(sheet, trace, now, sram_elements, place):
             label = f"{name} {now.on_chip[name]:,}"
             if wide >= 7 * len(label) + 4 or wide >= 8 * len(name) + 4:
                 label = label if wide >= 7 * len(label) + 4 else name
-                box = {"fc": "white", "ec": "none", "pad": 1}
-                sheet.text(at + wide / 2, y + height / 2, label, 8.5, ha="center", bbox=box)
+                sheet.text(at + wide / 2, y + height / 2, label, 8.5, ha="center", bbox=PLATE)
             at += wide
 
 
@@ -855,66 +916,71 @@ def tiling(algorithm="fa1"):
     q, k, v = np.random.default_rng(0).standard_normal((3, 10, 4))
     trace = tile_trace(q, k[:6], v[:6], algorithm=algorithm)
     now = next(step for step in trace if step.tile == (2, 1))
-    rows = {name: 10 if name in OF_ROWS else 6 for name in ORDER}
-    sizes = {name: n * (1 if name in VECTORS else 4) for name, n in rows.items()}
-    times = {0: "never", 1: "once", 3: "$T_c$ = 3 times", 4: "1 + $T_c$ = 4 times"}
-    times[5] = "$T_r$ = 5 times"
-    loops = [("outer", "j", "$T_c$"), ("inner", "i", "$T_r$")]
-    if algorithm == "fa2":
-        loops = [("inner", "j", "$T_c$"), ("outer", "i", "$T_r$")]
-    across, down = (f"{kind} loop: {letter} = 1 … {end}" for kind, letter, end in loops)
-
     sheet = _Sheet(430)
-    sheet.text(
-        0, 12, f"Algorithm 1 of {NAMES[algorithm]}: one step of its loops", 11, weight="bold"
-    )
-    corners = _draw_grid(sheet, trace, now, BANDS[algorithm, False], (54, 64, 340, 330))
-    left, top, x0, y0, x1, y1 = corners
-    bold = {"linewidth": 2.6, "markersize": 9}
-    thick, thin = {"color": INK, **bold}, {"color": INK, "linestyle": "--", "markersize": 8}
-    looks = (thick, thin) if algorithm == "fa1" else (thin, thick)
-    sheet.arrow((x0, top - 20), (x1, top - 20), **looks[0])
-    sheet.text((x0 + x1) / 2, top - 32, across, 9.5, ha="center")
-    sheet.arrow((left - 18, y0), (left - 18, y1), **looks[1])
-    sheet.text(left - 32, (y0 + y1) / 2, down, 9.5, ha="center", rotation=90)
-    x, words = 448, []
-    stays, passing, made = _roles(now)
-    for at, (look, what, names) in enumerate(
-        zip(
-            (STAYS, PASSES, MADE),
-            ("stays on chip", "passes by", "made on chip"),
-            (stays, passing, made),
-            strict=True,
-        )
-    ):
-        sheet.boxes([(x, 48 + 26 * at, 26, 16)], **look)
-        listed = ", ".join(f"${name}_{_index(name)}$" for name in names).replace("$l_", r"$\ell_")
-        sheet.text(x + 36, 56 + 26 * at, f"{what}: {listed}", 10)
-    sheet.text(x, 152, "array", 9.5, color=GREY)
-    sheet.text(x + 60, 152, "read from slow memory", 9.5, color=GREY)
-    sheet.text(x + 220, 152, "written to it", 9.5, color=GREY)
-    end = trace[-1]
-    names = [name for name in ORDER if name in end.total_loads or name in end.total_stores]
-    for at, name in enumerate(names):
-        y = 178 + 26 * at
-        read, written = (
-            times[moved.get(name, 0) // sizes[name]]
-            for moved in (end.total_loads, end.total_stores)
-        )
-        sheet.line([x, x + 360], [y - 13, y - 13], color=PALE, linewidth=1)
-        sheet.text(x, y, name, 10)
-        sheet.text(x + 60, y, read, 10)
-        sheet.text(x + 220, y, written, 10)
-        words.append(f"{name} is read {read} and written {written}".replace("$", ""))
+    title = f"Algorithm 1 of {NAMES[algorithm]}: one step of its loops"
+    sheet.text(0, 12, title, 11, weight="bold")
+    corner = _draw_grid(sheet, trace, now, BANDS[algorithm, False], (54, 64, 340, 330))
+    _draw_loops(sheet, algorithm, *corner)
+    _name_roles(sheet, now, 448)
+    words = _draw_travels(sheet, trace[-1], 448)
     _draw_legend(sheet, 416, ("this tile", "done", "to come"))
     sheet.text(300, 416, "the numbers: in which order the tiles come", 9)
     outside = "keys and values, j" if algorithm == "fa1" else "queries, i"
+    stays, passing, _ = _roles(now)
     alt = (
         f"{NAMES[algorithm]}, forward: S cut into 5 by 3 tiles, the outer loop runs over blocks of "
         f"{outside}. {', '.join(stays)} stay on chip; {', '.join(passing)} pass by. "
         f"{'; '.join(words)}."
     )
     return Picture(sheet.figure, alt)
+
+
+def _draw_loops(sheet, algorithm, left, top, grid):
+    """Draw an arrow for each loop along its side of the grid, a thick one for the outer loop."""
+    outer = {"color": INK, "linewidth": 2.6, "markersize": 9}
+    inner = {"color": INK, "linestyle": "--", "markersize": 8}
+    across, down = ("outer", outer), ("inner", inner)
+    if algorithm == "fa2":
+        across, down = down, across
+    sheet.arrow((grid.x0, top - 20), (grid.x1, top - 20), **across[1])
+    middle = (grid.x0 + grid.x1) / 2
+    sheet.text(middle, top - 32, f"{across[0]} loop: j = 1 … $T_c$", 9.5, ha="center")
+    sheet.arrow((left - 18, grid.y0), (left - 18, grid.y1), **down[1])
+    middle, turned = (grid.y0 + grid.y1) / 2, {"ha": "center", "rotation": 90}
+    sheet.text(left - 32, middle, f"{down[0]} loop: i = 1 … $T_r$", 9.5, **turned)
+
+
+def _name_roles(sheet, now, x):
+    """Write which blocks stay on chip, pass by, and are made there."""
+    titles = ("stays on chip", "passes by", "made on chip")
+    for at, (look, title, names) in enumerate(
+        zip((STAYS, PASSES, MADE), titles, _roles(now), strict=True)
+    ):
+        sheet.boxes([(x, 48 + 26 * at, 26, 16)], **look)
+        listed = ", ".join(f"${name}_{_index(name)}$" for name in names).replace("$l_", r"$\ell_")
+        sheet.text(x + 36, 56 + 26 * at, f"{title}: {listed}", 10)
+
+
+def _draw_travels(sheet, end, x):
+    """Write how often each array was read and written over 5 x 3 tiles; return that in words."""
+    times = {0: "never", 1: "once", 3: "$T_c$ = 3 times", 4: "1 + $T_c$ = 4 times"}
+    times[5] = "$T_r$ = 5 times"
+    sheet.text(x, 152, "array", 9.5, color=GREY)
+    sheet.text(x + 60, 152, "read from slow memory", 9.5, color=GREY)
+    sheet.text(x + 220, 152, "written to it", 9.5, color=GREY)
+    words = []
+    for at, name in enumerate(_moved(end)):
+        size = (10 if name in OF_ROWS else 6) * (1 if name in VECTORS else 4)
+        read, written = (
+            times[moved.get(name, 0) // size] for moved in (end.total_loads, end.total_stores)
+        )
+        y = 178 + 26 * at
+        sheet.line([x, x + 360], [y - 13, y - 13], color=PALE, linewidth=1)
+        sheet.text(x, y, name, 10)
+        sheet.text(x + 60, y, read, 10)
+        sheet.text(x + 220, y, written, 10)
+        words.append(f"{name} is read {read} and written {written}".replace("$", ""))
+    return words
 
 
 def _index(name):

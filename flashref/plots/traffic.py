@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from flashref import io_model
@@ -19,15 +18,14 @@ from flashref.plots.picture import (
     GREY,
     INK,
     ORANGE,
-    PAGE_WIDTH,
     PALE,
-    PIXELS_PER_INCH,
     PURPLE,
     RED,
     SKY,
     YELLOW,
     Picture,
     counts,
+    page_figure,
     styled,
 )  # fmt: skip
 
@@ -91,6 +89,7 @@ ARRAYS = {
     "m": (GREY, ""), "l": (GREY, "..."), "L": (GREY, ""), "D": (GREY, "..."),
     "S": (YELLOW, ""), "P": (YELLOW, ""), "dS": (YELLOW, "///"),
 }  # fmt: skip
+PLATE = {"fc": "white", "ec": "none", "pad": 1}  # behind a text that lies on something
 COUNTED = 2**26  # N² d up to which a picture also runs the algorithm
 MOST_TILES = 300  # and in how many tiles
 
@@ -114,34 +113,18 @@ def traffic_by_block(n=1024, d=64, blocks=(16, 32, 64, 128, 256, 512, 1024)):
     n, d = counts(n=n, d=d)
     blocks = _sizes("blocks", blocks)
     require(len(blocks) > 1, f"{blocks=}; give two sizes or more, for a curve")
-    q, k, v = np.random.default_rng(0).standard_normal((3, n, d))
-    curves = {
-        "FlashAttention-1": (flash_attention_1, io_model.fa1_traffic, ORANGE, "--", "s"),
-        "FlashAttention-2": (flash_attention_2, io_model.fa2_traffic, BLUE, "-", "o"),
-    }
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.6), layout="constrained")
+    figure = page_figure(3.6, layout="constrained")
     axes = figure.subplots()
     whole = sum(io_model.standard_traffic(n, n, d, d))
     least = 4 * n * d
     axes.axhline(whole, color=INK, linewidth=1.8)
     axes.axhline(least, color=GREY, linewidth=1.2, linestyle=":")
     words = []
-    for name, (algorithm, closed_form, color, dash, marker) in curves.items():
-        counted = []
-        for block in blocks:
-            hbm = Memory()
-            algorithm(q, k, v, block_q=block, block_k=block, memory=hbm)
-            counted.append(hbm.loads + hbm.stores)
-        fine = np.unique(np.geomspace(blocks[0], blocks[-1], 200).astype(int))
-        line = [sum(closed_form(n, n, d, d, block_q=int(b), block_k=int(b))) for b in fine]
-        axes.plot(fine, line, color=color, linestyle=dash, linewidth=1.6)
-        axes.plot(blocks, counted, marker, color=color, markersize=7, markeredgecolor="white")
-        place, shift, side = (0, (14, 3), "left") if marker == "s" else (2, (-8, -15), "right")
-        place = min(place, len(blocks) - 1)
-        axes.annotate(
-            name, (blocks[place], counted[place]), xytext=shift, textcoords="offset points",
-            color=color, fontweight="bold", ha=side,
-        )  # fmt: skip
+    for name, (algorithm, look, at, label) in CURVES.items():
+        counted = _draw_curve(axes, algorithm, n, d, blocks, **look)
+        at = min(at, len(blocks) - 1)
+        label = label | {"textcoords": "offset points", "fontweight": "bold"}
+        axes.annotate(name, (blocks[at], counted[at]), color=look["color"], **label)
         words.append(f"{name} {counted[0] / 1e6:.1f} down to {counted[-1] / 1e6:.2f} million")
     axes.text(blocks[-1], whole, "standard attention", ha="right", va="bottom")
     axes.text(blocks[0], least, "reading Q, K, V and writing O once", va="bottom", color=GREY)
@@ -159,6 +142,29 @@ def traffic_by_block(n=1024, d=64, blocks=(16, 32, 64, 128, 256, 512, 1024)):
         f"Counted markers lie on the closed form's lines."
     )
     return Picture(figure, alt)
+
+
+CURVES = {  # which algorithm, its look, and beside which of its markers the name stands
+    "FlashAttention-1": (
+        "FA1 forward", {"color": ORANGE, "dash": "--", "marker": "s"},
+        0, {"xytext": (14, 3), "ha": "left"},
+    ),
+    "FlashAttention-2": (
+        "FA2 forward", {"color": BLUE, "dash": "-", "marker": "o"},
+        2, {"xytext": (-8, -15), "ha": "right"},
+    ),
+}  # fmt: skip
+
+
+def _draw_curve(axes, algorithm, n, d, blocks, *, color, dash, marker):
+    """Draw the closed form as a line, and on it what was counted; return the counts."""
+    closed_form = ALGORITHMS[algorithm].traffic
+    fine = np.unique(np.geomspace(blocks[0], blocks[-1], 200).astype(int))
+    line = [sum(closed_form(n, n, d, d, block_q=int(b), block_k=int(b))) for b in fine]
+    axes.plot(fine, line, color=color, linestyle=dash, linewidth=1.6)
+    counted = [_counted(algorithm, n, d, block, block) for block in blocks]
+    axes.plot(blocks, counted, marker, color=color, markersize=7, markeredgecolor="white")
+    return counted
 
 
 @styled
@@ -198,12 +204,12 @@ def block_size_curves(
     chosen = ALGORITHMS[algorithm]
     tiles = {"block_q": min(block_q, n), "block_k": min(block_k, n)}
     # the places are fixed: a layout engine would take as long as everything else together
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 4.5))
+    figure = page_figure(4.5)
     upper = figure.add_axes((0.085, 0.46, 0.525, 0.46))
     lower = figure.add_axes((0.085, 0.12, 0.525, 0.26), sharex=upper)
     bar = figure.add_axes((0.69, 0.12, 0.08, 0.8))
 
-    moved = _traffic(chosen, n, d, tiles)
+    moved = _traffic(chosen, n, d, tiles[chosen.side])
     counted = None
     tile_count = -(-n // tiles["block_q"]) * -(-n // tiles["block_k"])
     if n * n * d <= COUNTED and tile_count <= MOST_TILES:
@@ -272,9 +278,10 @@ def _counted(algorithm, n, d, block_q, block_k):
     return hbm.loads + hbm.stores
 
 
-def _traffic(algorithm, n, d, tiles):
+@functools.lru_cache(maxsize=4096)  # 60 make a curve, mostly the same after a move
+def _traffic(algorithm, n, d, block):
     """Return loads plus stores; the side that does not matter is n, which spares many tiles."""
-    sides = dict(block_q=n, block_k=n) | {algorithm.side: tiles[algorithm.side]}
+    sides = dict(block_q=n, block_k=n) | {algorithm.side: block}
     return sum(algorithm.traffic(n, n, d, d, **sides))
 
 
@@ -295,7 +302,7 @@ def _label(chosen):
 
 def _draw_traffic(axes, chosen, n, d, tiles, moved, counted, fits):
     sides, here = _sides(n), tiles[chosen.side]
-    line = [_traffic(chosen, n, d, {chosen.side: int(b)}) for b in sides]
+    line = [_traffic(chosen, n, d, int(b)) for b in sides]
     axes.plot(sides, line, color=BLUE, linewidth=2)
     slope = chosen.slope * n * n * d / sides
     axes.plot(sides, slope, color=BLUE, linewidth=1, linestyle=":")
@@ -308,7 +315,7 @@ def _draw_traffic(axes, chosen, n, d, tiles, moved, counted, fits):
     axes.text(1, least * 1.06, " every input and output once", va="bottom", color=GREY, fontsize=9)
     for other in ALGORITHMS.values():
         if other is not chosen and other.standard is chosen.standard:
-            level = _traffic(other, n, d, tiles)
+            level = _traffic(other, n, d, tiles[other.side])
             axes.axhline(level, color=ORANGE, linewidth=1.3, linestyle="--")
             name = f"{other.title.split(',')[0]} with these tiles"
             axes.text(1, level * 1.06, f" {name}", va="bottom", color="#7A5400", fontsize=9)
@@ -363,7 +370,7 @@ def _mark_limits(upper, lower, chosen, n, d, tiles, sram_elements):
             axes.axvspan(max(most, 1), n, zorder=0, **look)
         if rule <= n:
             axes.axvline(rule, color=PURPLE, linewidth=1.8, linestyle="-.", zorder=1)
-    box = {"bbox": {"fc": "white", "ec": "none", "pad": 1}, "fontsize": 9}
+    box = {"bbox": PLATE, "fontsize": 9}
     low, high = lower.get_ylim()
     if most < n:
         middle = np.sqrt(max(most, 1) * n)
@@ -424,16 +431,10 @@ def traffic_by_memory(n=1024, d=64, sizes=(4096, 8192, 25_600, 51_200, 98_304, 2
     """
     n, d = counts(n=n, d=d)
     sizes, even = _sizes("sizes", sizes), break_even(n, d)
-    figure = Figure(figsize=(PAGE_WIDTH / PIXELS_PER_INCH, 3.9), layout="constrained")
+    figure = page_figure(3.9, layout="constrained")
     axes = figure.subplots()
-    low, high = d, 4 * n * d
-    line = np.unique(np.geomspace(low, high, 160).round().astype(int))
-    standard, least = sum(io_model.standard_traffic(n, n, d, d)), 4 * n * d
-    axes.axhline(standard, color=INK, linewidth=1.8)
-    axes.axhline(least, color=GREY, linewidth=1.2, linestyle=":")
-    axes.plot(line, [_by_rule(n, d, int(M)) for M in line], color=ORANGE, linewidth=2)
-    theta = np.array([low, high])
-    axes.plot(theta, n * n * d * d / theta, color=GREY, linewidth=1.2, linestyle="--")
+    standard = sum(io_model.standard_traffic(n, n, d, d))
+    _draw_theorem(axes, n, d, standard)
     words = []
     for M in sizes:
         block_q, block_k = (min(b, n) for b in io_model.block_sizes(M, d))
@@ -443,25 +444,10 @@ def traffic_by_memory(n=1024, d=64, sizes=(4096, 8192, 25_600, 51_200, 98_304, 2
         axes.plot(M, moved, "s", color=ORANGE if fits else "white", **look)
         words.append(f"{moved:,} at M = {M:,}{'' if fits else ' (the tiles do not fit)'}")
     axes.axvline(even, color=RED, linewidth=1.2, linestyle=":")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
-    top = 2.5 * _by_rule(n, d, low)
-    axes.set(xlim=(low, 1.3 * high), ylim=(least / 3, top))
-    axes.yaxis.set_major_formatter(_power)
-    ticks = [2**power for power in range(int(np.ceil(np.log2(low))), int(np.log2(high)) + 1)]
-    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8.5)
-    axes.minorticks_off()
+    top = axes.get_ylim()[1]
     axes.text(even * 1.05, top / 1.3, f"M = {even / d**2:.2f} d²", color=RED, va="top")
-    axes.text(low * 1.1, standard * 1.1, "standard attention", va="bottom")
-    axes.text(low * 1.1, least * 1.1, "reading Q, K, V and writing O once", va="bottom", color=GREY)
-    axes.text(low * 1.2, n * n * d * d / low / 4, "N²d²/M", color=GREY, va="top")
-    axes.text(low * 9, _by_rule(n, d, low * 8) * 1.25, "FlashAttention-1", color="#7A5400",
-              fontweight="bold")  # fmt: skip
     last = _last_misfit(d)
-    axes.axvspan(low, last, ymax=0.075, facecolor=PALE, hatch="///", edgecolor="#B0B0B0", lw=0)
-    box = {"bbox": {"fc": "white", "ec": "none", "pad": 1}, "fontsize": 9, "va": "bottom"}
-    name = f"up to M = {last:,} the rule's tiles do not always fit"
-    axes.text(np.sqrt(low * last), least / 2.85, name, ha="center", **box)
+    _mark_misfits(axes, last)
     axes.set(
         xlabel="M, elements of fast memory", ylabel="elements moved",
         title=f"More fast memory, less traffic: N = {n:,}, d = {d}, one head, forward",
@@ -473,6 +459,38 @@ def traffic_by_memory(n=1024, d=64, sizes=(4096, 8192, 25_600, 51_200, 98_304, 2
         f"d². From M = {last + 1:,} on the rule's tiles always fit."
     )
     return Picture(figure, alt)
+
+
+def _draw_theorem(axes, n, d, standard):
+    """Draw the closed form and Theorem 2's N² d² / M between their bounds, on the axes of all."""
+    low, high, least = d, 4 * n * d, 4 * n * d
+    line = np.unique(np.geomspace(low, high, 160).round().astype(int))
+    axes.axhline(standard, color=INK, linewidth=1.8)
+    axes.axhline(least, color=GREY, linewidth=1.2, linestyle=":")
+    axes.plot(line, [_by_rule(n, d, int(M)) for M in line], color=ORANGE, linewidth=2)
+    theta = np.array([low, high])
+    axes.plot(theta, n * n * d * d / theta, color=GREY, linewidth=1.2, linestyle="--")
+    axes.text(low * 1.1, standard * 1.1, "standard attention", va="bottom")
+    axes.text(low * 1.1, least * 1.1, "reading Q, K, V and writing O once", va="bottom", color=GREY)
+    axes.text(low * 1.2, n * n * d * d / low / 4, "N²d²/M", color=GREY, va="top")
+    look = {"color": "#7A5400", "fontweight": "bold"}
+    axes.text(low * 9, _by_rule(n, d, low * 8) * 1.25, "FlashAttention-1", **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set(xlim=(low, 1.3 * high), ylim=(least / 3, 2.5 * _by_rule(n, d, low)))
+    axes.yaxis.set_major_formatter(_power)
+    ticks = [2**power for power in range(int(np.ceil(np.log2(low))), int(np.log2(high)) + 1)]
+    axes.set_xticks(ticks, [f"{tick:,}" for tick in ticks], fontsize=8.5)
+    axes.minorticks_off()
+
+
+def _mark_misfits(axes, last):
+    """Mark below the curve up to which M the rule's tiles do not always fit."""
+    low, bottom = axes.get_xlim()[0], axes.get_ylim()[0]
+    axes.axvspan(low, last, ymax=0.075, facecolor=PALE, hatch="///", edgecolor="#B0B0B0", lw=0)
+    look = {"fontsize": 9, "ha": "center", "va": "bottom", "bbox": PLATE}
+    name = f"up to M = {last:,} the rule's tiles do not always fit"
+    axes.text(np.sqrt(low * last), bottom / 0.95, name, **look)
 
 
 def break_even(n, d):

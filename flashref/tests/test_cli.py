@@ -106,6 +106,16 @@ def test_a_missing_package_is_named_and_our_own_mistakes_are_not_hidden(stub, ca
         needs("flashref.nowhere")
 
 
+def test_figures_without_matplotlib_exit_with_2():
+    source = (
+        "import sys\nsys.modules['matplotlib'] = None\n"
+        "from flashref import cli\ncli.main(['figures', '--folder', 'nowhere'])"
+    )
+    got = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert got.returncode == 2
+    assert "needs the package matplotlib" in got.stderr and "Traceback" not in got.stderr
+
+
 def test_info_is_a_block_to_paste_with_the_true_versions():
     got = run("info")
     assert got.returncode == 0 and not got.stderr

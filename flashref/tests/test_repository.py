@@ -2,6 +2,7 @@
 
 import ast
 import email
+import graphlib
 import json
 import os
 import re
@@ -151,6 +152,60 @@ def test_the_map_of_the_package_is_complete(repository):
     there = {path.name for path in package.glob("[!_]*.py")}
     there |= {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
     assert listed == there
+
+
+# Who imports whom
+
+
+def imported(tree):
+    """Return all that is imported when a module is: not what its functions import when called."""
+    if isinstance(tree, ast.FunctionDef | ast.AsyncFunctionDef):
+        return []
+    if isinstance(tree, ast.Import):
+        return [alias.name for alias in tree.names]
+    if isinstance(tree, ast.ImportFrom):
+        assert not tree.level, "a relative import: the package's are absolute"
+        return [f"{tree.module}.{alias.name}" for alias in tree.names]
+    return [name for child in ast.iter_child_nodes(tree) for name in imported(child)]
+
+
+def import_cycle(sources):
+    """Return modules that import each other in a circle, or nothing; sources is name: text."""
+    graph = {}
+    for module, text in sources.items():
+        names = imported(ast.parse(text))
+        # of a name that is no module itself, the module which holds it
+        graph[module] = {n if n in sources else n.rpartition(".")[0] for n in names}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_no_module_imports_itself_over_others(repository):
+    sources = {}
+    for path in (repository / "flashref").rglob("*.py"):
+        name = ".".join(path.relative_to(repository).with_suffix("").parts)
+        sources[name.removesuffix(".__init__")] = path.read_text("utf-8")
+    assert {"flashref", "flashref.flash2", "flashref.plots.tiles"} <= set(sources)
+    assert import_cycle(sources) == []
+
+
+@pytest.mark.parametrize(
+    "a, b, cyclic",
+    [
+        ("import numpy as np", "from p.a import x", False),
+        ("from p import b", "from p.a import x", True),
+        ("import p.b", "import p.a", True),
+        ("from p.b import y", "if True:\n    import p.a", True),
+        ("from p.b import y", "def f():\n    import p.a", False),
+        ("from p import c", "from p.a import x", False),
+        ("from p.a import x", "", True),
+    ],
+)
+def test_a_circle_of_imports_is_found(a, b, cyclic):
+    assert bool(import_cycle({"p": "", "p.a": a, "p.b": b})) == cyclic
 
 
 # What pip makes of it

@@ -7,9 +7,10 @@ picture says what it shows. Needs ipywidgets and matplotlib.
 
 try:
     import ipywidgets  # noqa: F401
-except ImportError as error:
-    raise ImportError(
-        "flashref.widgets needs ipywidgets, not installed here: python -m pip install ipywidgets"
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "flashref.widgets needs ipywidgets, not installed here: python -m pip install ipywidgets",
+        name=error.name,
     ) from error
 
 from flashref.widgets.explorer import Explorer

@@ -154,11 +154,15 @@ def image(picture):
 
 @styled
 def _quick_png(picture):
-    """Return `picture.png()` a third sooner, for somebody who waits: with less compression."""
+    """Return the picture for somebody who waits: 256 colours, a third of the bytes of its `png`."""
     canvas = FigureCanvasAgg(picture.figure)
     canvas.draw()
+    drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    drawn = drawn.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    colours = np.array(drawn.getpalette())
+    colours[colours > 252] = 255  # the page is white
+    drawn.putpalette(colours.tolist())
     with io.BytesIO() as file:
-        drawn = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
         drawn.save(file, "png", compress_level=1)
         return file.getvalue()
 

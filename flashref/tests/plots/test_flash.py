@@ -152,7 +152,7 @@ def test_the_papers_example_fills_the_machine():
 def test_each_warp_has_its_part_and_split_k_has_partial_outputs(warps):
     picture = plots.warp_split(32, 16, 8, warps)
     by_keys, by_queries = (boxes(axes) for axes in picture.figure.axes)
-    for color, _ in WARPS[:warps]:
+    for color in (look["facecolor"] for look in WARPS[:warps]):
         mine = [box for box in by_keys if box[4] == to_rgb(color)]
         areas = sorted(width * height for _, _, width, height, _ in mine)
         assert areas == pytest.approx([1 / warps] * 3 + [1])  # K, S, V, and a whole O

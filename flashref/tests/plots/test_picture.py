@@ -46,5 +46,5 @@ def test_without_matplotlib_one_sentence_says_so(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.delitem(sys.modules, "flashref.plots")
-    with pytest.raises(ImportError, match=r"flashref.plots needs matplotlib.*pip install"):
+    with pytest.raises(ModuleNotFoundError, match=r"flashref.plots needs matplotlib.*pip install"):
         importlib.import_module("flashref.plots")

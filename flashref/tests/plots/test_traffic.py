@@ -58,7 +58,7 @@ def test_the_counted_point_and_the_curve_agree(algorithm, n, d, block_q, block_k
     assert f"{moved:,} elements moved" in picture.alt
     assert f"Counted while it ran: {moved:,}." in picture.alt
     curve = dict(map(tuple, upper.lines[0].get_xydata()))
-    assert max(curve) == n and curve[n] == _traffic(chosen, n, d, {chosen.side: n})
+    assert max(curve) == n and curve[n] == _traffic(chosen, n, d, n)
     need = sum(chosen.tiles(*tiles.values(), d, d).values())
     assert marker(lower, "o", "X") == [side, need]
 
@@ -68,12 +68,12 @@ def test_one_side_alone_matters_and_its_slope_is_the_one_that_is_drawn(algorithm
     chosen = ALGORITHMS[algorithm]
     (other,) = {"block_q", "block_k"} - {chosen.side}
     for side in (1, 3, 7, 20):
-        known = _traffic(chosen, 20, 5, {chosen.side: side})
+        known = _traffic(chosen, 20, 5, side)
         for free in (1, 4, 20):
             tiles = {chosen.side: side, other: free}
             assert sum(chosen.traffic(20, 20, 5, 5, **tiles)) == known
     n, d = 4096, 512  # large, so that what is left out is small
-    many = _traffic(chosen, n, d, {chosen.side: 2})
+    many = _traffic(chosen, n, d, 2)
     assert many / (chosen.slope * n * n * d / 2) == pytest.approx(1, abs=0.01)
 
 
@@ -231,16 +231,16 @@ def test_the_rules_tiles_always_fit_from_there_on(d, last):
 
 def test_answers_of_lesson_05():
     def fa1(block_k):
-        return _traffic(ALGORITHMS["FA1 forward"], 1024, 64, {"block_k": block_k})
+        return _traffic(ALGORITHMS["FA1 forward"], 1024, 64, block_k)
 
-    target = _traffic(ALGORITHMS["FA2 forward"], 1024, 64, {"block_q": 64})
+    target = _traffic(ALGORITHMS["FA2 forward"], 1024, 64, 64)
     nearest = min(range(1, 1025), key=lambda block_k: abs(fa1(block_k) - target))
     assert (nearest, fa1(nearest), target) == (103, 2_205_696, 2_229_248)
     M = io_model.A100.sram_bytes // 2
     largest = {}
     for name, chosen in ALGORITHMS.items():
         block = io_model.fitting_block(M, 64, 64, chosen.tiles)
-        largest[name] = block, _traffic(chosen, 1024, 64, {chosen.side: block})
+        largest[name] = block, _traffic(chosen, 1024, 64, block)
     assert largest == {
         "FA1 forward": (187, 1_402_880),
         "FA2 forward": (187, 918_528),

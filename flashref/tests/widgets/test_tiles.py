@@ -211,12 +211,15 @@ def test_a_slow_control_is_answered_by_a_word_before_the_picture(monkeypatch):
     assert "Computing" not in shown(explorer)[1]
 
 
-def test_the_page_gets_the_very_pixels_of_the_picture():
+def test_the_page_gets_the_picture_in_256_colours():
     picture = plots.tile_steps(Q, K, V)
     data = re.search(r'base64,([^"]+)', image(picture))[1]
     quick, whole = (
-        np.asarray(Image.open(io.BytesIO(png)).convert("RGB"))
+        np.asarray(Image.open(io.BytesIO(png)).convert("RGB"), int)
         for png in (base64.b64decode(data), picture.png())
     )
-    np.testing.assert_array_equal(quick, whole)
+    assert abs(quick - whole).max() < 16  # a line or a letter is 200
+    white = (whole == 255).all(axis=2)
+    assert white.any() and (quick[white] == 255).all()
+    assert len(data) < len(base64.b64encode(picture.png())) / 2
     assert 'decoding="sync"' in image(picture)
