@@ -9,6 +9,7 @@ CPU kernel where torch is installed. For the rules of timing see "How to time" i
 
 import argparse
 import ast
+import datetime
 import inspect
 import json
 import subprocess
@@ -32,8 +33,8 @@ def main(argv=None):
         return bench.main(argv[1:])
     parser = argparse.ArgumentParser(prog="python -m flashref bench", description=__doc__)
     parser.add_argument("what", choices=["cpu", "gpu"], help="which side-by-side table to print")
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5, help="runs of each candidate (default 5)")
+    parser.add_argument("--heads", type=_at_least_1, default=8, help="default 8")
+    parser.add_argument("--rounds", type=_at_least_1, default=5, help="of each; default 5")
     parser.add_argument("--quick", action="store_true", help="a quarter of the length, for a look")
     parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
     parser.add_argument("--peak", metavar="N", type=int, help=argparse.SUPPRESS)
@@ -43,7 +44,8 @@ def main(argv=None):
         return 0
     shrink = 4 if args.quick else 1
     _torch()  # it may bring a BLAS of its own, which `machine` then names
-    result = dict(machine=machine(), heads=args.heads, tables=[])
+    today = datetime.date.today().isoformat()
+    result = dict(date=today, machine=machine(), heads=args.heads, tables=[])
     for title, candidates, n in (
         ("forward", forward_candidates, 8192 // shrink),
         ("backward", backward_candidates, 4096 // shrink),
@@ -61,6 +63,12 @@ def main(argv=None):
         with open(args.json, "w") as file:
             json.dump(result, file, indent=1)
     return 0
+
+
+def _at_least_1(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer of at least 1")
+    return int(text)
 
 
 def compare(title, candidates, rounds):

@@ -65,7 +65,7 @@ def machine():
     ['processor', 'python', 'numpy', 'threads']
     """
     known = {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "python": platform.python_version(),
         "numpy": _version("numpy"),
         "threads": num_threads(),
@@ -74,6 +74,18 @@ def machine():
         known["torch"] = _version("torch")
     kernels = {f"{pool['internal_api']} {pool.get('architecture', '')}" for pool in _pools() or ()}
     return known | {"blas": sorted(kernels)}
+
+
+def _processor():
+    """Return what the processor calls itself; Python does not know it on every Linux."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.partition(":")[2].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:  # not Linux
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _version(package):
@@ -87,7 +99,7 @@ def _blas():
     """Return which library multiplies matrices, with which kernel: both change the speed."""
     pools = _pools()
     if pools is None:
-        return "unknown: threadpoolctl is not installed, so flashref runs on one thread of its own"
+        return "unknown: threadpoolctl is not installed, so flashref starts no threads of its own"
     return "; ".join(map(_pool, pools)) or "not recognised by threadpoolctl"
 
 
@@ -113,7 +125,8 @@ def _cores():
 
 def _threads():
     try:
-        return f"up to {num_threads()} in a call"
+        threads = num_threads()
+        return "1" if _pools() is None else f"up to {threads} in a call"
     except ValueError as error:
         return f"none: {error}"
 

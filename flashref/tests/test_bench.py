@@ -1,5 +1,6 @@
 """`bench cpu`: what is timed side by side computes the same, and the table says what was timed."""
 
+import datetime
 import json
 
 import numpy as np
@@ -69,6 +70,7 @@ def test_the_command_prints_and_writes_the_same_figures(tmp_path, capsys):
     result = json.loads(figures.read_text())
     assert code == 0 and printed.rstrip() == bench.report(result)
     assert result["machine"] == info.machine() and result["heads"] == 1
+    assert datetime.date.fromisoformat(result["date"]) <= datetime.date.today()
     titles = {table["title"]: table["n"] for table in result["tables"]}
     assert titles == {"forward": 2048, "backward": 1024, "counting off": 1024}
     for table in result["tables"]:
@@ -77,3 +79,19 @@ def test_the_command_prints_and_writes_the_same_figures(tmp_path, capsys):
             assert milliseconds > 0
             assert f"{name:28}{milliseconds:10.1f} ms{table['ratio'][name]:8.3f} x" in printed
     assert f"peak memory beyond inputs and outputs: {result['peak_mib']} MiB" in printed
+
+
+@pytest.mark.parametrize("option", ["--heads", "--rounds"])
+@pytest.mark.parametrize("value", ["0", "-1", "1.5", "all"])
+def test_nothing_to_time_is_refused(option, value, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["cpu", f"{option}={value}"])
+    assert (
+        f"argument {option}: {value!r} must be an integer of at least 1" in capsys.readouterr().err
+    )
+
+
+def test_without_threadpoolctl_it_says_one_thread(monkeypatch):
+    monkeypatch.setattr(info, "_pools", lambda: None)
+    facts = info.facts()
+    assert facts["threads"] == "1" and "threadpoolctl is not installed" in facts["BLAS"]

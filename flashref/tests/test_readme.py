@@ -6,12 +6,20 @@ import io
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 
+import flashref
+from flashref import check
+from flashref.check.mistakes import BY_ID
+from flashref.cuda import bench
+from flashref.tests import notebooks
+from flashref.tests.check import public_checkers
 from flashref.tests.conftest import fences
 
 
@@ -39,21 +47,6 @@ def test_snippets_print_what_the_readme_shows(readme):
     assert not found, "\n".join(found)
 
 
-def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
-    (name,) = re.findall(r"\((flashref/cuda/results/\S+\.json)\)", readme)
-    stored = json.loads((repository / name).read_text("utf-8"))
-    table = re.search(r"^\| fp16, tensor cores .*?\n\n", readme, re.M | re.S)[0]
-    columns = [(64, False), (64, True), (128, False), (128, True)]
-    rows = re.findall(r"^\| (?:`(\w+)`|(PyTorch \w+)).*?\| (.*) \|$", table, re.M)
-    assert len(rows) == 4
-    for ours, peer, cells in rows:
-        for (d, causal), cell in zip(columns, cells.split(" | "), strict=True):
-            where = dict(kernel=ours or peer, d=d, causal=causal, n=8192, dtype="float16")
-            where["pass"] = "forward"
-            (run,) = [r for r in stored["runs"] if where.items() <= r.items()]
-            assert cell == f"{run['tflops']:.1f}", where
-
-
 @pytest.mark.parametrize(
     "text, stale",
     [
@@ -66,6 +59,119 @@ def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
 )
 def test_a_stale_snippet_is_found(text, stale):
     assert len(stale_snippets(text)) == stale
+
+
+# The ladder
+
+
+def test_the_ladder_leads_through_all_lessons_with_the_times_of_the_overview(readme, repository):
+    overview = (repository / "notebooks" / "README.md").read_text("utf-8")
+    expected = []
+    for path in sorted((repository / "notebooks").glob("*.ipynb")):
+        [row] = re.findall(rf"^\| \[([^]]+)\]\({path.name}\) \| [^|]* \| (\d+)", overview, re.M)
+        title, minutes = row
+        assert notebooks.read(path).cells[0].source.startswith(f"# {title}")
+        expected.append((title.replace(" · ", " "), f"notebooks/{path.name}", minutes))
+    rungs = re.findall(r"^\| \[(\d\d [^]]+)\]\(([^)]+)\) \|.*\| (\d+) \|$", readme, re.M)
+    assert rungs == expected
+
+
+def test_links_within_the_readme_lead_to_headings(readme):
+    headings = re.findall(r"^#+ (.*)", readme, re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([^)]+)\)", readme)) <= anchors
+
+
+def test_pictures_are_small_enough_for_a_slow_line(readme, repository):
+    for name in re.findall(r"!\[[^]]*\]\(([^)]+)\)", readme):
+        assert (repository / name).stat().st_size < 300_000, name
+
+
+# Numbers in the text
+
+
+def numbers(pattern, text):
+    """Return the numbers that one sentence of a document gives, as they stand there."""
+    found = re.findall(pattern.replace("#", r"(\d+(?:\.\d+)?)"), text)
+    assert len(found) == 1, f"not once in the text: {pattern}"
+    return found[0]
+
+
+def stored_run(readme, repository, folder):
+    [name] = re.findall(rf"\(({folder}/\S+\.json)\)", readme)
+    return json.loads((repository / name).read_text("utf-8"))
+
+
+def test_speeds_on_a_cpu_are_those_of_the_stored_run(readme, repository):
+    run = stored_run(readme, repository, "flashref/results")
+    tables = {table["title"]: table for table in run["tables"]}
+    times = {}
+    for title, table in tables.items():
+        ours = next(iter(table["median_ms"].values()))
+        times[title] = [ours if x == "flashref" else table["median_ms"].get(x) for x in
+                        ("naive NumPy", "flashref", "PyTorch CPU")]  # fmt: skip
+    for title in ("forward", "backward"):
+        cells = " | ".join(f"{ms:.0f}" for ms in times[title])
+        assert f"| {title}, N = {tables[title]['n']} | {cells} |" in readme
+    (naive, ours, torch), (naive_b, ours_b, torch_b) = times["forward"], times["backward"]
+    said = numbers("make NumPy # times as fast forward and # times backward, in # MiB", readme)
+    assert said == (f"{naive / ours:.1f}", f"{naive_b / ours_b:.1f}", f"{run['peak_mib']:.0f}")
+    said = numbers("that is # of its speed forward and # backward", readme)
+    assert said == (f"{torch / ours:.2f}", f"{torch_b / ours_b:.2f}")
+    gib = run["heads"] * tables["forward"]["n"] ** 2 * 4 / 2**30  # float32
+    assert numbers("where S alone takes # GiB", readme) == f"{gib:.0f}"
+    said = re.search(r"in milliseconds: (\d+) heads, .* NumPy (\S+), PyTorch (\S+) \(", readme)
+    versions = run["machine"]["numpy"], run["machine"]["torch"].split("+")[0]
+    assert said.groups() == (str(run["heads"]), *versions)
+
+
+def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
+    stored = stored_run(readme, repository, "flashref/cuda/results")
+    table = re.search(r"^\| fp16, tensor cores .*?\n\n", readme, re.M | re.S)[0]
+    columns = [(64, False), (64, True), (128, False), (128, True)]
+    rows = re.findall(r"^\| (?:`(\w+)`|(PyTorch \w+)).*?\| (.*) \|$", table, re.M)
+    assert len(rows) == 4
+    speeds = {}
+    for ours, peer, cells in rows:
+        for (d, causal), cell in zip(columns, cells.split(" | "), strict=True):
+            where = dict(kernel=ours or peer, d=d, causal=causal, n=8192, dtype="float16")
+            where["pass"] = "forward"
+            (run,) = [r for r in stored["runs"] if where.items() <= r.items()]
+            assert cell == f"{run['tflops']:.1f}", where
+            speeds[ours or peer, d, causal] = run["tflops"]
+    version = stored["versions"]["PyTorch"].split("+")[0]
+    assert f"On an {stored['card'].split()[-1]}, in TFLOP/s" in readme
+    assert f"{bench.TOKENS:,} tokens in all, PyTorch {version} (" in readme
+    ratios = [speeds["PyTorch cuDNN", *x] / speeds["tensor_core", *x] for x in columns]
+    said = numbers("cuDNN is # to # times as fast as `tensor_core`", readme)
+    assert said == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
+
+
+def test_what_is_said_about_checks_is_so(readme):
+    assert numbers("which of # known mistakes", readme) == str(len(BY_ID))
+    [listed] = re.findall(r"There are checks for (.*?)\.", readme)
+    assert set(re.findall(r"`(\w+)`", listed)) == set(check.__all__) - {"Report"}
+
+
+def test_what_is_said_about_public_checkers_is_in_their_table(readme):
+    forward = public_checkers.TABLE.read_text("utf-8").split("## Gradients")[0]
+    rows = re.findall(r"^\| `\w+` \| (.*) \|$", forward, re.M)
+    columns = list(zip(*(row.split(" | ") for row in rows), strict=True))[:-1]  # the last is ours
+    noticed = [column.count("rejects") for column in columns]
+    assert len(columns) == 8 and "Eight public checkers" in readme
+    said = numbers("notice # to # of # wrong forward passes", readme)
+    assert said == (str(min(noticed)), str(max(noticed)), str(len(rows)))
+    blind = sum(column.count("blind") for column in columns)
+    assert blind > len(rows) * len(columns) - blind - sum(noticed)  # "mostly"
+
+
+def test_the_papers_to_cite_are_those_the_modules_name(readme, repository):
+    [entries] = [code for code, _ in fences(readme, "bibtex")]
+    modules = "".join(path.read_text("utf-8") for path in repository.glob("flashref/**/*.py"))
+    papers = re.findall(r"arXiv:(\d{4}\.\d{5})", entries)
+    assert len(papers) == 4
+    assert not [paper for paper in papers if f"arXiv:{paper}" not in modules]
+    assert f"version = {{{flashref.__version__}}}" in entries
 
 
 # Commands: whatever a document tells people to type must exist here
@@ -147,6 +253,35 @@ def test_every_command_of_the_documents_exists(repository, files, readme):
         if (why := wrong_command(line, repository))
     ]
     assert not found, "\n".join(found)
+
+
+def test_the_lines_for_windows_are_those_for_linux(readme):
+    [windows] = [code for code, _ in fences(readme, "bat")]
+    linux = re.sub(r"py -3\.\d+", "python", windows).replace(".venv\\Scripts\\", ".venv/bin/")
+    assert linux in [code for code, _ in fences(readme, "sh")]
+
+
+def test_the_cell_for_colab_installs_what_exists(readme, repository, monkeypatch):
+    """It cannot be run here; what it would hand to pip and to the shell is looked at."""
+    transformer = pytest.importorskip("IPython.core.inputtransformer2")
+    [cell] = [code for code, _ in fences(readme, "ipython")]
+    handed = []
+    shell = types.SimpleNamespace(
+        system=handed.append, run_line_magic=lambda name, line: handed.append(f"{name} {line}")
+    )
+    monkeypatch.setattr(shutil, "which", lambda program: f"bin/{program}")  # as if with a GPU
+    names = {"get_ipython": lambda: shell}
+    exec(transformer.TransformerManager().transform_cell(cell), names)
+    clone, install, info = (shlex.split(line, comments=True) for line in handed)
+    assert clone[:2] == ["git", "clone"] and "ADDRESS" in clone
+    assert install[:2] == ["pip", "install"]
+    package, *others = [word for word in install[2:] if not word.startswith("-")]
+    assert package == f"./{clone[-1]}{{gpu}}" and names["gpu"] == "[gpu]"
+    extras = tomllib.loads((repository / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "gpu" in extras["optional-dependencies"]
+    lines = (repository / "requirements.txt").read_text("utf-8").splitlines()
+    assert set(others) <= set(lines)
+    assert wrong_command(shlex.join(info), repository) is None
 
 
 @pytest.mark.parametrize(
