@@ -19,7 +19,11 @@ LOG2_E = math.log2(math.e)  # softmax works with 2^x
 
 
 def row_bytes(D):
-    """Return the bytes of a row of D halves in shared memory: 8 or 16 chunks of 16 bytes."""
+    """Return the bytes of a row of D halves in shared memory: 8 or 16 chunks of 16 bytes.
+
+    The swizzle permutes chunks in groups of 8, so a row is whole groups: D = 80, which is 10
+    chunks, takes 16.
+    """
     return 128 if D <= 64 else 256
 
 
@@ -129,7 +133,10 @@ def tile_functions(D, half, MT, WARPS, inline):
 
         @inline
         def add_product(C, P, A, other):
-            """C = C + P B: P's C fragments, rounded, are A fragments; `other` has N rows."""
+            """C = C + P B: P's C fragments, rounded, are A fragments; `other` has N rows.
+
+            A is room for the A fragments of one step, which nobody else reads.
+            """
             lane = int32(cuda.threadIdx.x) & 31
             here, toggle = row_of(other, lane & 15, lane >> 4)
             for step in range(N_STEPS):
@@ -154,7 +161,10 @@ def tile_functions(D, half, MT, WARPS, inline):
 
     @inline
     def store_rows(C, factor, head, stride, first_row, n, columns):
-        """Round the warp's rows of C, times `factor`, and store those below n."""
+        """Round the warp's rows of C, times `factor`, and store those below n.
+
+        `columns` is a multiple of 8, as the launch asks: a pair of columns is inside or it is not.
+        """
         lane = int32(cuda.threadIdx.x) & 31
         for mt in range(MT):
             for half_tile in range(2):
@@ -162,6 +172,7 @@ def tile_functions(D, half, MT, WARPS, inline):
                 for tile in range(D_TILES):
                     x = (mt * D_TILES + tile) * 4 + 2 * half_tile
                     c = tile * 8 + (lane & 3) * 2
+                    # c < columns and i < n, in two instructions: `and` would be a branch
                     inside = int32(cuda.selp(c < columns, i, n) < n)
                     to = head + uint64(int64(i) * stride + c * 2)
                     ptx.store_b32(to, pack(C[x] * factor, C[x + 1] * factor), inside)
@@ -179,9 +190,27 @@ def tile_functions(D, half, MT, WARPS, inline):
             block, h, b = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         return block, h, b
 
+    @inline
+    def head_of(x, b, h):
+        """Return the address of row 0 of head h of batch element b."""
+        return ptx.global_address(x) + uint64(b * x.strides[0] + h * x.strides[1])
+
+    @inline
+    def keys_seen(i, n_k, offset):
+        """Return how many of the n_k keys row i sees: the first i + 1 + offset, if there are."""
+        return n_k if i + 1 + offset > n_k else i + 1 + offset
+
+    @inline
+    def drop_unseen(starts, begin, after, stop):
+        """Return the end of the list starts[begin:after] without its tiles from key `stop` on."""
+        while begin < after and starts[after - 1] >= stop:
+            after -= 1
+        return after
+
     return types.SimpleNamespace(
         copier=copier, load_rows=load_rows, rows_by_rows=rows_by_rows,
         add_rows_by_columns=add_rows_by_columns, store_rows=store_rows, block_of=block_of,
+        head_of=head_of, keys_seen=keys_seen, drop_unseen=drop_unseen,
     )  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def backward(run, do, q, k, v, o, lse, dq, dk, dv, scale, offset):
         if sparse:
             options = run.tiles.fitting(options, own)
         kernel = run.first_that_fits([make(D, half, *option, sparse) for option in options])
-        long_first = offset < n_k
+        long_first = offset < n_k  # causal: an offset of n_k hides nothing
         grid = grid_of(long_first, cdiv(n, kernel.rows), n_heads, batch)
         lists = run.lists(own, kernel.columns) if sparse else ()
         rules = (scale * LOG2_E, scale, offset, int(long_first))
@@ -63,10 +63,9 @@ def backward(run, do, q, k, v, o, lse, dq, dk, dv, scale, offset):
 @functools.cache
 def numbers_kernel(D, half, WARPS=4):
     """Return the kernel for L · log2 e and D of each query."""
-    LANES = row_bytes(D) // 16  # of a row
-    function = numbers_function(LANES, half, WARPS)
+    function = numbers_function(D, half, WARPS, inline)
     arguments = (HALF_4D, HALF_4D, F32_3D, F32_4D)
-    return Kernel(function, arguments, threads=32 * WARPS, rows=32 * WARPS // LANES)
+    return Kernel(function, arguments, threads=32 * WARPS, rows=32 * WARPS * 16 // row_bytes(D))
 
 
 @functools.cache
@@ -93,9 +92,11 @@ def _described(function, D, OWN, OTHER, WARPS, results, more_bytes, sparse):
     )  # fmt: skip
 
 
-def numbers_function(LANES, half, WARPS):
+def numbers_function(D, half, WARPS, inline):
     """Return the kernel as a Python function: a row of dO and O to LANES lanes, 16 bytes each."""
+    LANES = row_bytes(D) // 16
     ROWS = 32 * WARPS // LANES
+    head_of = tile_functions(D, half, 1, WARPS, inline).head_of
     unpack = ptx.unpack_f16 if half == "float16" else ptx.unpack_bf16
 
     def backward_numbers(do, o, lse, numbers):
@@ -103,9 +104,10 @@ def numbers_function(LANES, half, WARPS):
         n_q, d_v = int32(do.shape[2]), int32(do.shape[3])
         thread = int32(cuda.threadIdx.x)
         lane, i = thread % LANES, int32(block * ROWS + thread // LANES)
+        # lane * 8 < d_v and i < n_q, in two instructions: `and` would be a branch
         inside = int32(cuda.selp(lane * 8 < d_v, i, n_q) < n_q)
-        do_head = ptx.global_address(do) + uint64(b * do.strides[0] + h * do.strides[1])
-        o_head = ptx.global_address(o) + uint64(b * o.strides[0] + h * o.strides[1])
+        do_head = head_of(do, b, h)
+        o_head = head_of(o, b, h)
         here = uint64(int64(i) * do.strides[2] + lane * 16)
         x = ptx.load_b32x4(do_head + here, inside)
         y = ptx.load_b32x4(o_head + uint64(int64(i) * o.strides[2] + lane * 16), inside)
@@ -119,9 +121,9 @@ def numbers_function(LANES, half, WARPS):
         if LANES == 16:
             total += cuda.shfl_xor_sync(0xFFFFFFFF, total, 8)
         first_lane = int32(cuda.selp(lane == 0, i, n_q) < n_q)
-        lse_head = ptx.global_address(lse) + uint64(b * lse.strides[0] + h * lse.strides[1])
+        lse_head = head_of(lse, b, h)
         L = ptx.load_f32(lse_head + uint64(int64(i) * lse.strides[2]), first_lane)
-        head = ptx.global_address(numbers) + uint64(b * numbers.strides[0] + h * numbers.strides[1])
+        head = head_of(numbers, b, h)
         to = head + uint64(int64(i) * 8)
         ptx.store_f32(to, L * float32(LOG2_E), first_lane)
         ptx.store_f32(to + uint64(4), total, first_lane)
@@ -140,7 +142,7 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
     S_TILES = BR // 8
     N_S, N_ACC, N_OWN, N_A = MT * S_TILES * 4, MT * D // 2, MT * D // 4, MT * 4
     f = tile_functions(D, half, MT, WARPS, inline)
-    load_rows, block_of, store_rows = f.load_rows, f.block_of, f.store_rows
+    load_rows, store_rows, block_of, head_of = f.load_rows, f.store_rows, f.block_of, f.head_of
     copy_keys, copy_rows = f.copier(BC), f.copier(BR)
     products = f.rows_by_rows(BR, IN_REGISTERS)  # Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ
     add_product = f.add_rows_by_columns(BR)  # dV += Pᵀ dO_i, dK += dSᵀ Q_i
@@ -205,18 +207,14 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
     def attend(
         do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first, first_of, starts, block_k
     ):  # fmt: skip
-        block, kv_head, b = block_of(long_first, False)
+        block, kv_head, b = block_of(long_first, False)  # the first keys are seen by most
         n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
         d, d_v = int32(q.shape[3]), int32(v.shape[3])
         group = int32(q.shape[1]) // int32(k.shape[1])
         h = kv_head * group  # the first of the heads that share the keys
-        k_head = ptx.global_address(k) + uint64(b * k.strides[0] + kv_head * k.strides[1])
-        v_head = ptx.global_address(v) + uint64(b * v.strides[0] + kv_head * v.strides[1])
-        q_head = ptx.global_address(q) + uint64(b * q.strides[0] + h * q.strides[1])
-        do_head = ptx.global_address(do) + uint64(b * do.strides[0] + h * do.strides[1])
-        n_head = ptx.global_address(numbers) + uint64(
-            b * numbers.strides[0] + h * numbers.strides[1]
-        )
+        k_head, v_head = head_of(k, b, kv_head), head_of(v, b, kv_head)
+        q_head, do_head = head_of(q, b, h), head_of(do, b, h)
+        n_head = head_of(numbers, b, h)
 
         first = block * BC
         row = (int32(cuda.threadIdx.x) >> 5) * (16 * MT)  # this warp's rows of the block
@@ -239,7 +237,7 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
         dP = cuda.local.array(N_S, float32)
         K = cuda.local.array(N_OWN, uint32)
         V = cuda.local.array(N_OWN, uint32)
-        A = cuda.local.array(N_A, uint32)
+        A = cuda.local.array(N_A, uint32)  # add_product's own
         for x in range(N_ACC):
             dK[x] = float32(0)
             dV[x] = float32(0)
@@ -284,6 +282,7 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
                 hide(dP, first_query, last, first + row, offset)
             add_product(dV, S, A, dO_i)  # line 12
             add_product(dK, dP, A, Q_i)  # line 16
+        # `head_of` written out: called here, it makes the compiler order the start otherwise
         dk_head = ptx.global_address(dk) + uint64(b * dk.strides[0] + kv_head * dk.strides[1])
         dv_head = ptx.global_address(dv) + uint64(b * dv.strides[0] + kv_head * dv.strides[1])
         store_rows(dK, scale, dk_head, dk.strides[2], first + row, n_k, d)
@@ -317,9 +316,10 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
     OWN, TILE = BR * ROW, BC * ROW
     S_TILES = BC // 8
     N_S, N_ACC, N_OWN, N_A, N_ROWS = MT * S_TILES * 4, MT * D // 2, MT * D // 4, MT * 4, MT * 2
-    NEXT = 1 if SPARSE else BC  # a loop over the list of tiles, or over the keys themselves
+    NEXT = 1 if SPARSE else BC  # the loop counts places in a list of tiles, or keys
     f = tile_functions(D, half, MT, WARPS, inline)
-    load_rows, block_of, store_rows = f.load_rows, f.block_of, f.store_rows
+    load_rows, store_rows, block_of, head_of = f.load_rows, f.store_rows, f.block_of, f.head_of
+    keys_seen, drop_unseen = f.keys_seen, f.drop_unseen
     copy_rows, copy_keys = f.copier(BR), f.copier(BC)
     products = f.rows_by_rows(BC, IN_REGISTERS)  # S = Q_i K_jᵀ, dP = dO_i V_jᵀ
     add_product = f.add_rows_by_columns(BC)  # dQ += dS K_j
@@ -353,23 +353,18 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
     def attend(
         do, q, k, v, numbers, dq, scale2, scale, offset, long_first, first_of, starts, block_q
     ):  # fmt: skip
-        block, h, b = block_of(long_first, True)
+        block, h, b = block_of(long_first, True)  # the last queries see most
         n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
         d, d_v = int32(q.shape[3]), int32(v.shape[3])
         kv_head = h // (int32(q.shape[1]) // int32(k.shape[1]))
-        q_head = ptx.global_address(q) + uint64(b * q.strides[0] + h * q.strides[1])
-        do_head = ptx.global_address(do) + uint64(b * do.strides[0] + h * do.strides[1])
-        k_head = ptx.global_address(k) + uint64(b * k.strides[0] + kv_head * k.strides[1])
-        v_head = ptx.global_address(v) + uint64(b * v.strides[0] + kv_head * v.strides[1])
-        n_head = ptx.global_address(numbers) + uint64(
-            b * numbers.strides[0] + h * numbers.strides[1]
-        )
+        q_head, do_head = head_of(q, b, h), head_of(do, b, h)
+        k_head, v_head = head_of(k, b, kv_head), head_of(v, b, kv_head)
+        n_head = head_of(numbers, b, h)
 
         first = block * BR
         end = n_q if first + BR > n_q else first + BR
-        # how many keys the block's last row sees, and its first row
-        stop = n_k if end + offset > n_k else end + offset
-        full = n_k if first + 1 + offset > n_k else first + 1 + offset
+        # no row of the block sees a key from `stop` on, and every row sees those before `full`
+        stop, full = keys_seen(end - 1, n_k, offset), keys_seen(first, n_k, offset)
         row = (int32(cuda.threadIdx.x) >> 5) * (16 * MT)
 
         Q_i = ptx.shared_address(cuda.shared.array(0, uint32))
@@ -380,7 +375,7 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
         dP = cuda.local.array(N_S, float32)
         Q = cuda.local.array(N_OWN, uint32)
         dO = cuda.local.array(N_OWN, uint32)
-        A = cuda.local.array(N_A, uint32)
+        A = cuda.local.array(N_A, uint32)  # add_product's own
         L = cuda.local.array(N_ROWS, float32)
         D_i = cuda.local.array(N_ROWS, float32)
         lane = int32(cuda.threadIdx.x) & 31
@@ -390,20 +385,19 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
         for x in range(N_ACC):
             dQ[x] = float32(0)
 
-        if SPARSE:  # places in the list, of tiles that somebody here sees
+        if SPARSE:  # the places of this block's tiles in the list of all (`block_mask`)
             begin, after = first_of[first // block_q], first_of[first // block_q + 1]
-            while begin < after and starts[after - 1] >= stop:
-                after -= 1
-            stop = stop if begin < after else 0  # nothing to load
+            after = drop_unseen(starts, begin, after, stop)
+            stop = stop if begin < after else 0  # no tile: nothing to load
             start = starts[begin] if begin < after else 0
         else:
             begin, after, start = 0, stop, 0
         copy_rows(Q_i, q_head, q.strides[2], first, n_q, d)
         copy_rows(dO_i, do_head, do.strides[2], first, n_q, d_v)
         # from `stop` on nobody here looks: zeros, lest a NaN there meet a weight of 0
-        place = uint32(stages + (begin // NEXT & 1) * (2 * TILE))
-        copy_keys(place, k_head, k.strides[2], start, stop, d)
-        copy_keys(uint32(place + TILE), v_head, v.strides[2], start, stop, d_v)
+        K_j = uint32(stages + (begin // NEXT & 1) * (2 * TILE))
+        copy_keys(K_j, k_head, k.strides[2], start, stop, d)
+        copy_keys(uint32(K_j + TILE), v_head, v.strides[2], start, stop, d_v)
         if IN_REGISTERS:
             ptx.copy_wait()
             cuda.syncthreads()
@@ -427,7 +421,7 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
             if start + BC > full:  # the diagonal or the tail passes through this tile
                 hide(dP, start, first + row, n_k, offset)
             add_product(dQ, dP, A, K_j)  # line 15
-        dq_head = ptx.global_address(dq) + uint64(b * dq.strides[0] + h * dq.strides[1])
+        dq_head = head_of(dq, b, h)
         store_rows(dQ, scale, dq_head, dq.strides[2], first + row, n_q, d)
 
     def backward_queries(do, q, k, v, numbers, dq, scale2, scale, offset, long_first):
