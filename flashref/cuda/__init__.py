@@ -1,8 +1,9 @@
 """The GPU ladder: FlashAttention as CUDA kernels written in Python, each rung one idea faster.
 
-`naive` → `tiled` → `registers` → `tensor_core`: read the modules in this order. Without a GPU, the
-first three run in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`, set before numba is imported), and
-`emulator` runs the last one in NumPy. `status()` says what this machine can do.
+`naive` → `tiled` → `registers` → `tensor_core` → `hopper`: read the modules in this order. Without
+a GPU, the first three run in Numba's simulator (`NUMBA_ENABLE_CUDASIM=1`, set before numba is
+imported), and `emulator` and `emulator_hopper` run the others in NumPy. `status()` says what this
+machine can do.
 
 Importing this package imports no numba; the first call does.
 """
@@ -24,20 +25,23 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     Parameters
     ----------
     q, k, v : arrays (..., H_q, n_q, d), (..., H_kv, n_k, d) and (..., H_kv, n_k, d_v)
-        float32 for naive, tiled and registers, float16 or bfloat16 for tensor_core; all of one
-        dtype. On the GPU: whatever has DLPack or `__cuda_array_interface__` (PyTorch, CuPy, Numba,
-        JAX). In main memory: what NumPy reads, copied over and back. 2-D (n, d) is one head; H_q
-        is a multiple of H_kv. d and d_v are at most 128 (`naive`: any). registers and
-        tensor_core copy 16 bytes at a time: rows are contiguous, start at multiples of 16 bytes
-        and are one long. A width between 16, 32, … (registers: 64, 128) costs as much as the next.
+        float32 for naive, tiled and registers, float16 or bfloat16 for tensor_core and hopper; all
+        of one dtype. On the GPU: whatever has DLPack or `__cuda_array_interface__` (PyTorch, CuPy,
+        Numba, JAX). In main memory: what NumPy reads, copied over and back. 2-D (n, d) is one head;
+        H_q is a multiple of H_kv. d and d_v are at most 128 (hopper: 256, naive: any). registers,
+        tensor_core and hopper copy 16 bytes at a time: rows are contiguous, start at multiples of
+        16 bytes and are one long. A width between 16, 32, … (registers: 64, 128; hopper: 64, 128,
+        256) costs as much as the next. hopper's strides are above 0: no `broadcast_to`.
     scale : float, optional
         Factor of the scores; 1/√d if None.
     causal : bool or "top-left"
         As in `flashref.flash_attention_2`: True lets the last query see the last key.
     return_lse : bool
         Whether to return lse too.
-    kernel : {"auto", "naive", "tiled", "registers", "tensor_core"}
-        The rung; "auto" takes the fastest one for the dtype and the card.
+    kernel : {"auto", "naive", "tiled", "registers", "tensor_core", "hopper"}
+        The rung; "auto" takes the fastest one for the dtype and the card, but not yet hopper, which
+        has run in its emulator only. hopper is for compute capability 9.0; where card, widths or
+        strides do not allow it, tensor_core runs, and a FallbackWarning says why.
 
     Returns
     -------
@@ -58,7 +62,8 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     -----
     In registers and tensor_core, a NaN or infinity in a row of v can reach a query that does not
     see it if another query of the same block does: there its weight is 0, and 0 times NaN is NaN.
-    naive and tiled skip what is not seen.
+    naive and tiled skip what is not seen. In hopper it can also come from a row of the same tile of
+    keys as one that is seen there, if any query at all sees it.
     """
     from flashref.cuda import launch
 

@@ -18,11 +18,13 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
 import flashref
 from flashref.block_sparse import random_pattern
+from flashref.cuda.device import FallbackWarning
 
 TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
@@ -94,6 +96,9 @@ def main(argv=None):
         "--flex", action="store_true",
         help="PyTorch's flex_attention too, a Triton kernel, at N = 8192; compiling takes a minute",
     )  # fmt: skip
+    parser.add_argument(
+        "--steps", action="store_true", help="every step that leads to hopper too, forward"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the run to FILE")
     parser.add_argument("--plot", metavar="FILE", help="also draw it, as a PNG file")
     parser.add_argument("--stored", metavar="FILE", help="show a stored run; needs no GPU")
@@ -105,7 +110,8 @@ def main(argv=None):
         if not status.usable or status.simulated:
             print(f"bench gpu needs a GPU. {status}", file=sys.stderr)
             return 2
-        results = measure(settings(args.lengths), args.rounds, args.flex)
+        warnings.simplefilter("error", FallbackWarning)  # a rung is measured, or left out
+        results = measure(settings(args.lengths), args.rounds, args.flex, args.steps)
         if SPARSE_LENGTH in args.lengths:
             import torch
 
@@ -121,7 +127,7 @@ def main(argv=None):
 
 
 # -- measuring ------------------------------------------------------------------------------------
-def measure(todo, rounds, flex=False):
+def measure(todo, rounds, flex=False, steps=False):
     """Return a run: the card, its peaks, and the speed and error of every kernel."""
     import torch
 
@@ -135,7 +141,7 @@ def measure(todo, rounds, flex=False):
     runs, left_out = [], []
     for setting in todo:
         _progress(f"{setting.title}, N = {setting.n}")
-        measure_one(torch, setting, rounds, flex, runs, left_out)
+        measure_one(torch, setting, rounds, (flex, steps), runs, left_out)
     return {
         "card": torch.cuda.get_device_name(),
         "driver": nvidia_smi("driver_version"),
@@ -154,11 +160,11 @@ def measure(todo, rounds, flex=False):
     }
 
 
-def measure_one(torch, setting, rounds, flex, runs, left_out):
+def measure_one(torch, setting, rounds, more, runs, left_out):
     """Add the runs of all kernels of one setting to `runs`, and what fails to `left_out`."""
     calls = {}
     inputs = Inputs(torch, setting)
-    for name, make in candidates(setting, flex).items():
+    for name, make in candidates(setting, *more).items():
         where = f"{name}: {setting.title}, N = {setting.n}"
         shorter = [run for run in runs if same_table(run, setting) and run["kernel"] == name]
         likely = max((1e-3 * r["ms"][0] * setting.n / r["n"] for r in shorter), default=0)
@@ -336,10 +342,10 @@ class Inputs:
         return scale * (p * (dp - (do[rows] * o).sum(-1, keepdim=True))) @ k
 
 
-def candidates(setting, flex=False):
+def candidates(setting, flex=False, steps=False):
     """Return what to measure: name to a function from `Inputs` to a call without arguments."""
     if setting.dtype == "float16":
-        ours, peers = ["tensor_core"], ["FLASH", "cuDNN", "EFFICIENT", "MATH"]
+        ours, peers = ["tensor_core", "hopper"], ["FLASH", "cuDNN", "EFFICIENT", "MATH"]
     else:
         ours, peers = ["naive", "tiled", "registers"], ["EFFICIENT", "MATH"]
     if setting.backward:
@@ -348,6 +354,11 @@ def candidates(setting, flex=False):
         ours = [rung for rung in ours if rung in BACKWARD]
     found = {rung: functools.partial(_ours, rung) for rung in ours}
     found |= {f"PyTorch {peer}": functools.partial(_peer, peer) for peer in peers}
+    if steps and "hopper" in found:
+        from flashref.cuda import hopper
+
+        for name, schedule in hopper.steps(setting.d).items():
+            found[f"hopper up to {name}"] = functools.partial(_step, schedule)
     if flex and setting.n == 8192 and setting.dtype == "float16" and not setting.backward:
         found["PyTorch flex (Triton)"] = _flex
     return found
@@ -360,6 +371,13 @@ def _ours(rung, inputs):
         return lambda: flashref.cuda.flash_attention_2(q, k, v, **rules)
     o, lse = flashref.cuda.flash_attention_2(q, k, v, return_lse=True, **rules)
     return lambda: flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, **rules)
+
+
+def _step(schedule, inputs):
+    from flashref.cuda import launch
+
+    q, k, v, causal = inputs.q, inputs.k, inputs.v, inputs.setting.causal
+    return lambda: launch.forward(q, k, v, None, causal, False, "hopper", schedule)
 
 
 def _peer(name, inputs):
@@ -400,8 +418,11 @@ def _flex(inputs):
 def call_costs(torch):
     """Return what the host pays for a call, in microseconds, when the GPU has next to no work."""
     q, k, v = (torch.randn(1, 1, 16, 64, device="cuda", dtype=torch.float16) for _ in range(3))
-    calls = {
-        "tensor_core": lambda: flashref.cuda.flash_attention_2(q, k, v, kernel="tensor_core"),
+    ours = {
+        rung: functools.partial(flashref.cuda.flash_attention_2, q, k, v, kernel=rung)
+        for rung in ("tensor_core", "hopper")
+    }
+    calls = ours | {
         "PyTorch": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
     }
     costs = {}

@@ -54,6 +54,10 @@ class GpuError(RuntimeError):
     """The machine cannot run the kernel that was asked for; the message says why."""
 
 
+class FallbackWarning(UserWarning):
+    """The kernel that was asked for cannot run here, and another one does; it says why."""
+
+
 @dataclass(frozen=True)
 class Status:
     """What `flashref.cuda` can run here; as text, one sentence."""

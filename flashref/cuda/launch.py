@@ -12,11 +12,12 @@ import functools
 import importlib
 import math
 import struct
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
-from flashref.cuda import arrays, device
+from flashref.cuda import arrays, device, tma
 from flashref.cuda.arrays import View
 from flashref.cuda.block_mask import BlockMask
 from flashref.cuda.device import GpuError
@@ -29,16 +30,32 @@ from numba import types  # noqa: E402
 F32, I32 = types.float32, types.int32
 F32_3D, F32_4D = types.Array(F32, 3, "A"), types.Array(F32, 4, "A")
 HALF_4D = types.Array(types.uint16, 4, "A")  # float16 or bfloat16: kernels see addresses only
+MAPS = types.Array(types.uint8, 1, "A")  # tensor maps, one after the other: see `tma`
 TILE_LISTS = (types.Array(I32, 1, "A"), types.Array(I32, 1, "A"), I32)  # see `block_mask`
 
 HALVES = ("float16", "bfloat16")
+
+
+class Rung(NamedTuple):
+    """What a rung can take."""
+
+    dtypes: tuple
+    capability: tuple = (0, 0)  # of the card, at least
+    columns: float = math.inf  # at most
+    copies_16_bytes: bool = False  # at once: rows start and end at multiples
+    only: bool = False  # its code is for cards of this capability alone
+
+
 RUNGS = {  # slowest first
-    # dtypes, least compute capability, most columns, whether rows are copied 16 bytes at a time
-    "naive": (("float32",), (0, 0), math.inf, False),
-    "tiled": (("float32",), (0, 0), 128, False),
-    "registers": (("float32",), (0, 0), 128, True),
-    "tensor_core": (HALVES, (8, 0), 128, True),
+    "naive": Rung(("float32",)),
+    "tiled": Rung(("float32",), columns=128),
+    "registers": Rung(("float32",), columns=128, copies_16_bytes=True),
+    "tensor_core": Rung(HALVES, (8, 0), 128, copies_16_bytes=True),
+    "hopper": Rung(HALVES, (9, 0), 256, copies_16_bytes=True, only=True),
 }
+AUTO = ("naive", "tiled", "registers", "tensor_core")  # and hopper, once it has been measured
+FALLBACK = {"hopper": "tensor_core"}  # what runs, with a warning, where a rung cannot
+WITH_PTX = ("tensor_core", "hopper")
 BACKWARD = ("tiled", "tensor_core")
 STATIC_SHARED = 48 * 1024  # what a block gets without asking
 MAX_GRID = (2**31 - 1, 65535, 65535)
@@ -60,11 +77,13 @@ class Kernel:
     rows: int = 0  # rows that a block owns: queries, or keys in a backward pass over keys
     columns: int = 0  # rows of the tiles that it walks over
     name: str = ""  # of the blocks, for error messages
+    per_processor: int | None = None  # blocks that a multiprocessor must hold at once, at least
 
     @property
     def launch_bounds(self):
         """Return the threads of a block: the compiler gives each what registers that leaves."""
-        return self.threads if isinstance(self.threads, int) else math.prod(self.threads)
+        threads = self.threads if isinstance(self.threads, int) else math.prod(self.threads)
+        return (threads, self.per_processor) if self.per_processor else threads
 
 
 @dataclass
@@ -76,6 +95,7 @@ class Run:
     shared_limit: int = STATIC_SHARED
     blocks: Any = None  # a rung's own block sizes, in place of its choice
     tiles: BlockMask | None = None  # which tiles are there; None is all
+    multiprocessors: int = 1
 
     def empty(self, shape):
         """Return a float32 array for the rung's own use."""
@@ -85,6 +105,11 @@ class Run:
         """Return what a kernel takes for its TILE_LISTS: see `BlockMask.lists`."""
         on_card = _uploaded(_current().id, self.tiles.lists(own, rows))
         return *on_card, self.tiles.blocks(own)[0]
+
+    def tensor_maps(self, *boxes):
+        """Return the tensor maps of (array, rows of it, rows of a box): a kernel's MAPS."""
+        maps = (tma.map_of(x, _address(x), self.dtype, *rows) for x, *rows in boxes)
+        return tma.on_card(_current().id, tuple(maps))
 
     def first_that_fits(self, kernels):
         """Return the first kernel whose shared memory this card can give to a block."""
@@ -115,7 +140,9 @@ class Run:
 @functools.lru_cache(64)
 def _uploaded(device_id, lists):
     """Return lists of tiles on the card; a mask that comes again finds them there."""
-    return tuple(cuda.to_device(x) for x in lists)
+    on_card = tuple(cuda.to_device(x) for x in lists)
+    cuda.default_stream().synchronize()  # whatever stream a kernel reads them on
+    return on_card
 
 
 @functools.cache
@@ -183,11 +210,9 @@ class _ByDriver:
         for x in values:
             if isinstance(x, int | float):
                 numbers.append(x)
-            elif isinstance(x, View):
-                numbers += (0, 0, x.size, x.itemsize, x.pointer, *x.shape, *x.strides)
-            else:  # Numba's own
-                pointer = x.__cuda_array_interface__["data"][0]
-                numbers += (0, 0, x.size, x.dtype.itemsize, pointer, *x.shape, *x.strides)
+            else:
+                itemsize = x.itemsize if isinstance(x, View) else x.dtype.itemsize
+                numbers += (0, 0, x.size, itemsize, _address(x), *x.shape, *x.strides)
         packed = ctypes.create_string_buffer(self.places.pack(*numbers), self.places.size)
         first = ctypes.addressof(packed)
         pointers = self.pointers(*range(first, first + self.places.size, 8))
@@ -208,6 +233,11 @@ def _succeed(driver, answer):
             f"the driver says {status.name}: {device.explain(RuntimeError(status.name))}"
         )
     return values[0] if values else None
+
+
+def _address(x):
+    """Return where a view lies, or an array of Numba's own."""
+    return x.pointer if isinstance(x, View) else x.__cuda_array_interface__["data"][0]
 
 
 def _current():
@@ -275,13 +305,14 @@ class _Call:
                 raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
         self.tiles = None if mask is None else BlockMask(*mask, self.n_q, self.n_k)
         self.rung = _choose_rung(kernel, rungs, self.of)
-        if device.simulated() and self.rung == "tensor_core":
+        if device.simulated() and self.rung in WITH_PTX:
             raise GpuError(
-                "Numba's simulator knows no PTX, so it cannot run tensor_core: give float32 for "
-                "the other rungs, or see flashref.cuda.emulator"
+                f"Numba's simulator knows no PTX, so it cannot run {self.rung}: give float32 for "
+                f"the other rungs, or see flashref.cuda.emulator"
             )
         if not device.simulated():
-            _check_card(self.rung)
+            if (objection := _card_objection(self.rung)) is not None:
+                self.rung = _choose_rung(_instead(self.rung, objection), rungs, self.of)
             if self.library.device and _current().id != self.library.device:
                 cuda.select_device(self.library.device)  # its primary context: libraries share it
 
@@ -304,9 +335,12 @@ class _Call:
                 for x, shape in zip(results, shapes, strict=True)
             ]
             offset = {True: self.n_k - self.n_q, "top-left": 0, False: self.n_k}[self.causal]
-            limit = 2**31 if device.simulated() else device.shared_limit(_current())
+            limit, multiprocessors = 2**31, 1
+            if not device.simulated():
+                gpu = _current()
+                limit, multiprocessors = device.shared_limit(gpu), gpu.MULTIPROCESSOR_COUNT
             rung = importlib.import_module(f"flashref.cuda.{self.rung}")
-            run = Run(self.library, self.of["q"].dtype, limit, blocks, self.tiles)
+            run = Run(self.library, self.of["q"].dtype, limit, blocks, self.tiles, multiprocessors)
             getattr(rung, direction)(run, *inputs, *outputs, self.scale, offset)
         return tuple(self.library.home(x, self.of["q"]) for x in results)
 
@@ -319,25 +353,36 @@ def _choose_rung(kernel, rungs, of):
     dtype = of["q"].dtype
     if any(x.dtype != ("float32" if name == "lse" else dtype) for name, x in of.items()):
         raise TypeError(f"the arrays must have one dtype, and lse float32; these are {shown}")
-    candidates = [rung for rung in reversed(rungs) if kernel in ("auto", rung)]
-    fitting = [rung for rung in candidates if dtype in RUNGS[rung][0]]
+    asked = AUTO if kernel == "auto" else (kernel,)
+    candidates = [rung for rung in reversed(rungs) if rung in asked]
+    fitting = [rung for rung in candidates if dtype in RUNGS[rung].dtypes]
     if not fitting:
-        what = "; ".join(f"{rung} takes {' or '.join(RUNGS[rung][0])}" for rung in candidates)
+        what = "; ".join(f"{rung} takes {' or '.join(RUNGS[rung].dtypes)}" for rung in candidates)
         raise TypeError(f"the arrays are {shown}; {what}")
     objections = {rung: _objection(rung, of) for rung in fitting}
     for rung, objection in objections.items():
         if objection is None:
             return rung
+    if kernel in FALLBACK:
+        return _choose_rung(_instead(kernel, objections[kernel]), rungs, of)
     raise ValueError("; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items()))
+
+
+def _instead(rung, objection):
+    """Return the rung that runs in place of one that cannot, with a warning, or raise."""
+    if rung not in FALLBACK:
+        raise GpuError(f"kernel={rung!r} {objection}")
+    text = f"kernel={rung!r} {objection}; {FALLBACK[rung]} runs instead"
+    warnings.warn(text, device.FallbackWarning, stacklevel=5)
+    return FALLBACK[rung]
 
 
 def _objection(rung, of):
     """Return why a rung cannot take arrays of this shape and layout, or None."""
-    _, _, most, by_16_bytes = RUNGS[rung]
-    q, v = of["q"], of["v"]
+    most, q, v = RUNGS[rung].columns, of["q"], of["v"]
     if max(q.shape[-1], v.shape[-1]) > most:
         return f"takes at most {most} columns; these are q {q.shape}, v {v.shape}"
-    for name in ("q", "k", "v", "do", "o") if by_16_bytes else ():
+    for name in ("q", "k", "v", "do", "o") if RUNGS[rung].copies_16_bytes else ():
         if name not in of:
             continue
         x = of[name]
@@ -355,20 +400,25 @@ def _objection(rung, of):
                 f"copies 16 bytes at a time; the rows of {name} are not contiguous or do not "
                 f"start at multiples of 16 bytes: make it contiguous"
             )
+        if rung == "hopper" and not all(map(tma.steps_forward, steps)):
+            return (
+                f"copies by TMA, which walks forward; the strides of {name} are {x.strides} bytes"
+            )
     return None
 
 
-def _check_card(rung):
-    """Refuse, in words, what this machine cannot run."""
+def _card_objection(rung):
+    """Return why this machine cannot run a rung, or None; raise if it can run none."""
     try:
         capability = tuple(_current().compute_capability)
     except Exception as error:
         raise GpuError(device.explain(error)) from error
-    least = RUNGS[rung][1]
-    if capability < least:
-        raise GpuError(
-            f"kernel={rung!r} needs compute capability {least[0]}.{least[1]}; this card has "
+    least, only = RUNGS[rung].capability, RUNGS[rung].only
+    if capability < least or (only and capability != least):
+        return (
+            f"needs {'exactly ' * only}compute capability {least[0]}.{least[1]}; this card has "
             f"{capability[0]}.{capability[1]}"
         )
-    if rung == "tensor_core" and not device.has_numba_cuda():
-        raise GpuError("kernel='tensor_core' needs numba-cuda: pip install 'flashref[gpu]'")
+    if rung in WITH_PTX and not device.has_numba_cuda():
+        raise GpuError(f"kernel={rung!r} needs numba-cuda: pip install 'flashref[gpu]'")
+    return None

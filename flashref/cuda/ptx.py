@@ -2,7 +2,8 @@
 
 A PTX instruction becomes callable through `@intrinsic`: Numba types the call, and `InlineAsm` puts
 the text where the call stands. All other modules are plain Python, so moving the ladder to another
-compiler means rewriting this one. `emulator.Block` does in NumPy what each function here does.
+compiler means rewriting this one (`ptx_hopper` is made with its `instruction` and `on_registers`).
+`emulator.Block` does in NumPy what each function here does.
 
 Fragments. A warp has 32 lanes; with g = lane // 4 (0…7) and t = lane % 4, lane g, t holds of
 
@@ -53,21 +54,53 @@ def instruction(text, inputs=(), outputs=(), touches_memory=False):
         returns = _LLVM[outputs[0]] if outputs else ir.VoidType()
 
     def generate(context, builder, signature, arguments):
-        function = ir.FunctionType(returns, [_LLVM[t] for t in inputs])
-        asm = ir.InlineAsm(function, text, ",".join(constraints), side_effect=touches_memory)
-        # convergent: what a whole warp executes together must not be moved into a branch
-        attributes = ("convergent",) if touches_memory else ()
-        value = builder.call(asm, arguments, attrs=attributes)
+        value = _call(builder, returns, text, constraints, arguments, touches_memory)
         if len(outputs) > 1:
             parts = [builder.extract_value(value, i) for i in range(len(outputs))]
             return context.make_tuple(builder, result, parts)
         return value if outputs else context.get_dummy_value()
 
-    names = "".join(f", x{i}" for i in range(len(inputs)))
-    scope = {"signature": result(*inputs), "generate": generate}
-    exec(
-        f"def typed(context{names}):\n    return signature, generate", scope
-    )  # arity must be fixed
+    return _typed(len(inputs), lambda *_: result(*inputs), generate)
+
+
+def on_registers(text, count, inputs=(), reads=True):
+    """Return PTX text as a function of a local array of `count` floats, which it changes.
+
+    $0, $1, … are the array's elements, which the compiler keeps in registers, then the inputs.
+    Without `reads`, what the elements held before is of no use, and free to be forgotten.
+    """
+    if intrinsic is None:
+        return None
+    old = range(count if reads else 0)  # inputs in the registers of the outputs: "0", "1", …
+    constraints = ["=f"] * count + [_CONSTRAINT[t] for t in inputs] + [str(i) for i in old]
+    constraints.append("~{memory}")
+    returns = ir.LiteralStructType([ir.FloatType()] * count)
+
+    def generate(context, builder, signature, arguments):
+        data = _data(context, builder, signature, arguments)
+        places = [builder.gep(data, [ir.Constant(ir.IntType(64), i)]) for i in range(count)]
+        values = [*arguments[1:], *(builder.load(places[i]) for i in old)]
+        changed = _call(builder, returns, text, constraints, values, True)
+        for i, place in enumerate(places):
+            builder.store(builder.extract_value(changed, i), place)
+        return context.get_dummy_value()
+
+    return _typed(1 + len(inputs), lambda array, *_: types.void(array, *inputs), generate)
+
+
+def _call(builder, returns, text, constraints, arguments, touches_memory):
+    """Put the text where the builder is; return its value."""
+    function = ir.FunctionType(returns, [x.type for x in arguments])
+    asm = ir.InlineAsm(function, text, ",".join(constraints), side_effect=touches_memory)
+    # convergent: what a whole warp executes together must not be moved into a branch
+    return builder.call(asm, arguments, attrs=("convergent",) if touches_memory else ())
+
+
+def _typed(arity, signature, generate):
+    """Return an intrinsic, as a function with so many parameters: Numba counts them."""
+    names = ", ".join(f"x{i}" for i in range(arity))
+    scope = {"signature": signature, "generate": generate}
+    exec(f"def typed(context, {names}):\n    return signature({names}), generate", scope)
     return intrinsic(scope["typed"])
 
 

@@ -1,25 +1,31 @@
 """Every rung on a card: CONTRACT's grid against the float64 oracle, new seeds, and the sanitizer.
 
-    python -m flashref.tests.cuda.card [--seeds 10] [--kernels naive tiled ...] [--sanitize]
-                                       [--json FILE] [--into RESULTS]
+    python -m flashref.tests.cuda.card [--seeds 10] [--seconds 60] [--kernels naive tiled ...]
+                                       [--sanitize] [--json FILE] [--into RESULTS]
 
 Outputs are filled with NaN before each launch, each launch is repeated and must give the same bits,
 and keys that no query sees hold NaN. `--sanitize` runs compute-sanitizer's memcheck and racecheck
-on a few small cases of each kernel. `--into` writes what was found into a file of `bench gpu`.
+on a few small cases of each kernel. `--seconds` draws sizes at random too, for so long with each
+kernel. "hopper steps" draws one of the schedules that lead to `hopper`. `--into` writes what was
+found into a file of `bench gpu`.
 """
 
 import argparse
 import collections
+import itertools
 import json
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import numpy as np
 
 import flashref
+from flashref.cuda import launch
+from flashref.cuda.device import FallbackWarning
 from flashref.cuda.launch import BACKWARD
 from flashref.tests.cases import AXES
 from flashref.tests.oracle import Gold, assert_close
@@ -30,6 +36,9 @@ KERNELS = {  # kernel and dtype: what its inputs are, and the columns it takes
     "registers": ("float32", (4, 32, 40, 64, 96, 128)),
     "tensor_core": ("float16", (8, 32, 40, 64, 96, 128)),
     "tensor_core bf16": ("bfloat16", (8, 32, 40, 64, 96, 128)),
+    "hopper": ("float16", (8, 40, 64, 96, 128, 192, 256)),
+    "hopper bf16": ("bfloat16", (8, 40, 64, 96, 128, 192, 256)),
+    "hopper steps": ("float16", (8, 40, 64, 96, 128, 192, 256)),
     "tensor_core block-sparse": ("float16", (8, 32, 40, 64, 96, 128)),
     "tensor_core block-sparse bf16": ("bfloat16", (8, 32, 40, 64, 96, 128)),
 }
@@ -59,7 +68,14 @@ class Case:
         if self.causal == "top-left" and n[1] > n[0]:  # nobody sees them
             self.k[..., n[0] :, :] = self.v[..., n[0] :, :] = np.nan
         self.do = self.cast(rng.standard_normal((*lead, n[0], self.d_v)), dtype)
-        self.tiles = {}
+        self.schedule, self.tiles = None, {}
+        if kernel == "hopper steps":
+            from flashref.cuda import hopper
+
+            D = next(D for D in hopper.BEST if max(self.d, self.d_v) <= D)
+            schedules = list(hopper.steps(D).values())
+            self.schedule = schedules[rng.integers(len(schedules))]
+            self.scale = None  # a sign more would be twice as many kernels to compile
         if "block-sparse" in kernel:
             blocks = rng.choice((64, 128), 2).tolist()
             there = rng.random((-(-n[0] // blocks[0]), -(-n[1] // blocks[1]))) < 0.5
@@ -84,13 +100,17 @@ class Case:
             f"n = {self.n}, d = {self.d}, d_v = {self.d_v}, heads {self.heads}, {self.data}, "
             f"causal = {self.causal}, scale = {self.scale}"
             + (f", tiles {self.tiles}" if self.tiles else "")
+            + (f", {self.schedule}" if self.schedule else "")
         )
 
 
 def calls(rung, case):
     """Return the forward and the backward pass of a case, as functions."""
     rules = {"causal": case.causal, "scale": case.scale}
-    if case.tiles:
+    if case.schedule:
+        rules |= {"kernel": rung, "blocks": case.schedule}
+        forward, backward = launch.forward, None
+    elif case.tiles:
         rules |= case.tiles
         forward = flashref.cuda.block_sparse_attention
         backward = flashref.cuda.block_sparse_attention_backward
@@ -106,10 +126,14 @@ def calls(rung, case):
     )
 
 
-def check(kernel, case):
-    """Assert that a kernel is right on a case; return its relative errors on plain data."""
+def check(kernel, case, forward=None):
+    """Assert that a kernel is right on a case; return its relative errors on plain data.
+
+    With `forward`, that is called in place of the kernel.
+    """
     rung, half = kernel.split()[0], KERNELS[kernel][0]
-    forward, backward = calls(rung, case)
+    on_card, backward = calls(rung, case)
+    forward = forward or on_card
     (o, lse), again = forward(), forward()
     assert o.tobytes() == again[0].tobytes() and lse.tobytes() == again[1].tobytes(), "not the same"
 
@@ -169,6 +193,8 @@ def poison_outputs():
     from flashref.cuda import arrays
 
     empty = arrays.HostArrays.empty
+    if empty.__name__ == "poisoned":
+        return
 
     def poisoned(self, shape, dtype):
         x = empty(self, shape, dtype)
@@ -179,29 +205,39 @@ def poison_outputs():
     arrays.HostArrays.empty = poisoned
 
 
-def run(kernels, seeds, sizes):
+def random_sizes(seconds, seed):
+    """Yield pairs n_q, n_k until the time is over."""
+    rng, end = np.random.default_rng(seed), time.monotonic() + seconds
+    while time.monotonic() < end:
+        yield tuple(int(x) for x in rng.integers(0, rng.choice((70, 700)), 2))
+
+
+def run(kernels, seeds, sizes, seconds=0):
     """Return what was found: how many cases, the failures, the largest errors."""
     poison_outputs()
+    warnings.simplefilter("error", FallbackWarning)  # another kernel's answers are no answers
     largest, failures, count = collections.defaultdict(float), [], collections.Counter()
     for kernel in kernels:
-        for seed in seeds:
-            for n in sizes:
-                case = Case(kernel, n, seed)
-                count[kernel] += 1
-                try:
-                    errors = check(kernel, case)
-                except Exception as error:
-                    failures.append(f"{kernel}: {case}: {type(error).__name__}: {error}"[:600])
-                    continue
-                for direction, error in errors.items():
-                    name = f"{kernel} backward" if direction == "backward" else kernel
-                    largest[name] = max(largest[name], error)
+        grid = itertools.product(seeds, sizes)
+        drawn = enumerate(random_sizes(seconds, seeds[0]), seeds[-1] + 1)
+        for seed, n in itertools.chain(grid, drawn):
+            case = Case(kernel, n, seed)
+            count[kernel] += 1
+            try:
+                errors = check(kernel, case)
+            except Exception as error:
+                failures.append(f"{kernel}: {case}: {type(error).__name__}: {error}"[:600])
+                continue
+            for direction, error in errors.items():
+                name = f"{kernel} backward" if direction == "backward" else kernel
+                largest[name] = max(largest[name], error)
     return {
         "failures": len(failures),
         "failed": failures[:20],
         "cases": dict(count),
         "sizes": (
-            f"{len(sizes)} pairs n_q, n_k from (0, 0) to (1024, 1023), seeds {list(seeds)}; causal "
+            f"{len(sizes)} pairs n_q, n_k from (0, 0) to (1024, 1023), seeds {list(seeds)}, and "
+            f"others for {seconds} s a kernel; causal "
             f"rules, heads, widths, data and scale drawn; CONTRACT's float32 rule, for halves with "
             f"their rounding of P, dS and results; outputs filled with NaN before; every launch "
             f"twice, with the same bits"
@@ -234,13 +270,15 @@ def main(argv=None):
     parser.add_argument("--kernels", nargs="+", choices=KERNELS, default=list(KERNELS))
     parser.add_argument("--seeds", type=int, default=10, help="how many (default 10)")
     parser.add_argument("--first-seed", type=int, default=int(time.time()) % 100_000)
+    parser.add_argument("--seconds", type=float, default=0, help="of random sizes, per kernel")
     parser.add_argument("--small", action="store_true", help="one seed, small sizes")
     parser.add_argument("--sanitize", action="store_true")
     parser.add_argument("--json", metavar="FILE")
     parser.add_argument("--into", metavar="RESULTS")
     args = parser.parse_args(argv)
     seeds = range(args.first_seed, args.first_seed + (1 if args.small else args.seeds))
-    found = run(args.kernels, seeds, SMALL if args.small else AXES["n"] + MORE_SIZES)
+    sizes = SMALL if args.small else AXES["n"] + MORE_SIZES
+    found = run(args.kernels, seeds, sizes, args.seconds)
     print(json.dumps(found, indent=1), flush=True)
     if args.sanitize:
         found["compute_sanitizer"] = sanitize(args.kernels)

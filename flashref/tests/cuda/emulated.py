@@ -1,5 +1,6 @@
 """What the tests of the emulated kernels share: halves as bits, and modules with a wound."""
 
+import importlib
 import importlib.util
 import sys
 import types
@@ -9,7 +10,9 @@ import numpy as np
 import flashref
 from flashref.cuda import emulator
 
-MODULES = ("fragments", "tensor_core_backward", "tensor_core")  # each imports from those before
+MODULES = (  # each imports from those before
+    "fragments", "tensor_core_backward", "tensor_core", "hopper_tiles", "hopper",
+)  # fmt: skip
 
 
 def encode(x, half):
@@ -44,6 +47,7 @@ def wound(monkeypatch, module, *changes):
             source = source.replace(healthy, broken)
         copy = types.ModuleType(spec.name)
         copy.__spec__ = spec
+        importlib.import_module(spec.name)
         monkeypatch.setitem(sys.modules, spec.name, copy)
         monkeypatch.setattr(flashref.cuda, name, copy)
         exec(compile(source, spec.origin, "exec"), copy.__dict__)

@@ -14,6 +14,7 @@ import subprocess
 import types
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip(
@@ -24,7 +25,7 @@ import numba.cuda.dispatcher
 from numba import cuda
 from numba import types as numba_types
 
-from flashref.cuda import naive, registers, tensor_core, tensor_core_backward, tiled
+from flashref.cuda import hopper, naive, registers, tensor_core, tensor_core_backward, tiled, tma
 
 CARDS = ((8, 0), (9, 0))
 SHARED_LIMIT = {(8, 0): 163 * 1024, (9, 0): 227 * 1024}
@@ -62,13 +63,27 @@ KERNELS = {
     "queries bfloat16": QUERIES(32, "bfloat16", *BLOCKS["queries"][64][2]),
     "queries sparse 128": QUERIES(128, "float16", *BLOCKS["queries"][128][0], True),
 }
+HOPPER = {
+    f"hopper {D} {half} {step} {'causal ' * hides}".rstrip(): (
+        hopper.forward_kernel(D, half, schedule, bool(hides), False)
+    )
+    for D in hopper.BEST
+    for step, schedule in hopper.steps(D).items()
+    for half in ("float16", "bfloat16")
+    for hides in (0, 1)
+    if step == "persistent" or (half == "float16" and not hides)
+}
+SERIALISED = "hopper 256 float16 wgmma"  # a step that shows what setmaxnreg is for
 SPILLING = {"tensor_core 128", "sparse 128", "queries sparse 128"}  # the first measured fastest so
 NO_SPILLS = {(9, 0): set(KERNELS) - SPILLING}
 
 
 @functools.cache
 def ptx_of(name, card):
-    kernel = KERNELS[name]
+    return compiled((KERNELS | HOPPER)[name], card)
+
+
+def compiled(kernel, card):
     arguments = numba_types.void(*kernel.arguments)
     options = {"cc": card, "fastmath": True, "launch_bounds": kernel.launch_bounds}
     return cuda.compile_ptx(kernel.function, arguments, **options)[0]
@@ -89,6 +104,21 @@ def ptxas():
     return next((str(path) for path in wheels if path.is_file()), shutil.which("ptxas"))
 
 
+def assembled(ptx, arch, tmp_path):
+    """Return what ptxas says of a kernel; skip, where there is none."""
+    if ptxas() is None:
+        pytest.skip("no ptxas here: pip install 'nvidia-cuda-nvcc==13.*'")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(ptx)
+    command = [ptxas(), f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
+    run = subprocess.run(command, capture_output=True, text=True)
+    said = run.stdout + run.stderr
+    if "Unsupported .version" in said:
+        pytest.skip("the ptxas here is older than the compiler")
+    assert run.returncode == 0, said
+    return said
+
+
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_ptx(name, card):
@@ -103,22 +133,102 @@ def test_ptx(name, card):
 @pytest.mark.parametrize("card", CARDS)
 @pytest.mark.parametrize("name", KERNELS)
 def test_registers_and_spills(name, card, tmp_path):
-    if ptxas() is None:
-        pytest.skip("no ptxas here: pip install 'nvidia-cuda-nvcc==13.*'")
-    source = tmp_path / "kernel.ptx"
-    source.write_text(ptx_of(name, card))
     arch = re.search(r"\.target (sm_\w+)", ptx_of(name, card)).group(1)
-    command = [ptxas(), f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")]
-    run = subprocess.run(command, capture_output=True, text=True)
-    if "Unsupported .version" in run.stderr:
-        pytest.skip("the ptxas here is older than the compiler")
-    assert run.returncode == 0, run.stderr
-    used = int(re.search(r"Used (\d+) registers", run.stderr).group(1))
-    spilled = int(re.search(r"(\d+) bytes spill stores", run.stderr).group(1))
-    static = re.search(r"(\d+) bytes smem", run.stderr)
+    said = assembled(ptx_of(name, card), arch, tmp_path)
+    used = int(re.search(r"Used (\d+) registers", said).group(1))
+    spilled = int(re.search(r"(\d+) bytes spill stores", said).group(1))
+    static = re.search(r"(\d+) bytes smem", said)
     assert used <= 255
     assert spilled <= (0 if name in NO_SPILLS.get(card, ()) else SPILLED_BYTES)
     assert static is None or int(static.group(1)) <= 48 * 1024
+
+
+@pytest.mark.parametrize("name", sorted(HOPPER.keys() - {SERIALISED}))
+def test_hopper(name, tmp_path):
+    """No spills, nothing in local memory, and no product that waits for the one before (C75xx)."""
+    kernel = HOPPER[name]
+    ptx = ptx_of(name, (9, 0, "a"))
+    assert not re.search(r"\b(ld|st)\.local", ptx), "an array went to local memory"
+    assert ".f64" not in ptx, "float64 arithmetic"
+    assert (".bf16" in ptx) == ("bfloat16" in name)
+    assert kernel.shared_bytes <= SHARED_LIMIT[9, 0]
+    said = assembled(ptx, "sm_90a", tmp_path)
+    complaints = [line for line in said.splitlines() if re.search("C75|serialized|warning", line)]
+    assert complaints == []
+    # what the threads of a block get alike; setmaxnreg moves them later
+    used = int(re.search(r"Used (\d+) registers", said).group(1))
+    assert used <= {128: 255, 256: 255, 384: 168, 512: 128}[kernel.threads]
+    assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) == 0
+
+
+@pytest.mark.parametrize("D", hopper.BEST)
+def test_the_inner_loop_of_hopper(D):
+    """What one step of `hopper` has: the products of a tile, one exponential for each score."""
+    schedule, name = hopper.BEST[D], f"hopper {D} float16 persistent"
+    ptx = ptx_of(name, (9, 0, "a"))
+    loops = 2  # the first scores and the last output stand before and after the loop
+    assert ptx.count("wgmma.mma_async") == loops * (D // 16 + schedule.BC // 16)
+    assert ptx.count("ex2.approx") == loops * (schedule.BC // 2 + 2)
+    assert ptx.count("setmaxnreg") == 2 and ptx.count("cp.async.bulk.tensor") >= 3 * D // 64
+    if name + " causal" in HOPPER:
+        causal = ptx_of(name + " causal", (9, 0, "a"))
+        assert causal.count("ex2.approx") == (loops + 1) * (schedule.BC // 2 + 2)
+
+
+@pytest.mark.parametrize("D", hopper.BEST)
+def test_the_machine_code_of_the_inner_loop_of_hopper(D, tmp_path):
+    """Little beside what the algorithm needs: descriptors, barriers and counters are scalars."""
+    assembled(ptx_of(f"hopper {D} float16 persistent", (9, 0, "a")), "sm_90a", tmp_path)
+    program = Path(ptxas()).with_name("nvdisasm")
+    if not program.is_file():
+        pytest.skip("no nvdisasm here: pip install 'nvidia-cuda-nvdisasm==13.*'")
+    command = [str(program), "-c", str(tmp_path / "kernel.cubin")]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    scores, output = hopper.BEST[D].BC // 2, D // 2  # registers of a thread
+    products = D // 16 + hopper.BEST[D].BC // 16
+    loop = min((x for x in loops(code) if "HGMMA" in "".join(x)), key=len)
+    assert sum("HGMMA" in line for line in loop) == products
+    assert sum("MUFU" in line for line in loop) == scores + 2
+    # a maximum, a multiply-add, an exponential, a sum and half a conversion for each score
+    assert len(loop) <= 4.5 * scores + output + products + 130
+
+
+def loops(code):
+    """Return the instructions between each label and the branches back to it."""
+    lines = re.findall(r"^(\.L_x_\d+):|/\*[0-9a-f]{4,}\*/\s+(.*?);", code, re.MULTILINE)
+    place = {label: i for i, (label, _) in enumerate(lines) if label}
+    for i, (_, instruction) in enumerate(lines):
+        target = re.search(r"BRA.*(\.L_x_\d+)", instruction)
+        if target and place.get(target.group(1), i) < i:
+            yield [x for _, x in lines[place[target.group(1)] : i + 1] if x]
+
+
+def test_too_few_registers_are_seen(tmp_path):
+    """256 columns without setmaxnreg: spills, and products that wait for each other."""
+    said = assembled(ptx_of(SERIALISED, (9, 0, "a")), "sm_90a", tmp_path)
+    assert "C7512" in said and "serialized" in said
+    assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) > 0
+
+
+def test_tensor_maps_are_asked_for_as_the_driver_wants():
+    """Its own names and types; the driver, which is not here, is replaced by a note of the call."""
+    driver = pytest.importorskip("cuda.bindings.driver", reason="needs cuda-bindings")
+    seen = []
+
+    def encode(*arguments):
+        seen.extend(arguments)
+        return driver.CUresult.CUDA_SUCCESS, types.SimpleNamespace(opaque=range(16))
+
+    fake = types.SimpleNamespace(**vars(driver) | {"cuTensorMapEncodeTiled": encode})
+    map_ = tma.TensorMap(4096, "bfloat16", (1, 3, 50, 72), (7, 7200, 144), 64)
+    assert map_.encode(fake).tobytes() == np.arange(16, dtype=np.uint64).tobytes()
+    dtype, rank, pointer, sizes, strides, box, steps, interleave, swizzle, _, fill = seen
+    assert dtype.name.endswith("BFLOAT16") and (rank, pointer) == (4, 4096)
+    assert [int(x) for x in sizes] == [72, 50, 3, 1] and [int(x) for x in box] == [64, 64, 1, 1]
+    assert [int(x) for x in strides] == [144, 7200, 144] and [int(x) for x in steps] == [1] * 4
+    assert interleave.name.endswith("NONE") and swizzle.name.endswith("128B")
+    assert fill.name.endswith("FILL_NONE")
+    assert driver.cuTensorMapEncodeTiled.__doc__.startswith("cuTensorMapEncodeTiled(tensorDataType")
 
 
 def test_the_inner_loops_are_what_they_should_be():

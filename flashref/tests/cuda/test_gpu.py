@@ -7,6 +7,9 @@ import flashref
 from flashref.tests.cuda import suite
 
 pytest.importorskip("numba", reason="the GPU kernels are Numba's")
+from flashref.cuda.device import FallbackWarning
+from flashref.tests.cuda import card
+
 STATUS = flashref.cuda.status()
 pytestmark = pytest.mark.skipif(not STATUS.usable or STATUS.simulated, reason=str(STATUS))
 
@@ -33,6 +36,21 @@ def test_tensor_core(n_q, n_k, d, causal):
     np.testing.assert_array_equal(np.isneginf(lse), np.isneginf(lse_gold))
     seen = np.isfinite(lse_gold)
     assert np.abs(lse[seen] - lse_gold[seen]).max(initial=0) <= 1e-4
+
+
+@pytest.mark.parametrize("kernel", ["hopper", "hopper bf16", "hopper steps"])
+def test_hopper(kernel):
+    """A seed of `card`, which has more; elsewhere `tensor_core` answers, and a warning says why."""
+    if STATUS.compute_capability == (9, 0):
+        if "bf16" in kernel:
+            pytest.importorskip("ml_dtypes", reason="NumPy's bfloat16")
+        found = card.run([kernel], range(1), card.AXES["n"] + card.MORE_SIZES)
+        assert found["failed"] == []
+        return
+    x = np.ones((70, 64), np.float16)
+    with pytest.warns(FallbackWarning, match="exactly compute capability 9.0"):
+        o = flashref.cuda.flash_attention_2(x, x, x, kernel="hopper")
+    np.testing.assert_array_equal(o, x)
 
 
 @pytest.mark.parametrize("causal", [False, True, "top-left"])

@@ -1,0 +1,207 @@
+"""Which tiles a block of `hopper` works on, where they lie in shared memory, who copies them there.
+
+A buffer (Q, or a stage of K or V) goes round in circles, and two barriers say where it is:
+
+    empty ── copy it (TMA, or 128 threads) ──> full ── use it (every warp) ──> empty
+
+The copying warpgroup waits for `empty` and starts a copy, whose bytes, when they are there, end the
+phase of `full`; the others wait for `full`, use the buffer, and each warp arrives at `empty`. What
+a barrier tells is one bit, the parity of the last phase that is over. Each side counts its rounds
+alone: the first time that it comes to a buffer it waits for phase 0 of `full`, or for the phase
+before 0 of `empty`, which counts as over, and each time round the parity flips (`next_buffer`).
+
+Both sides must come to the same tiles in the same order, and nobody tells them: `tile_of` and
+`key_tiles` are all that they share.
+"""
+
+import types
+
+from numba import cuda, int32, int64, uint32, uint64
+
+from flashref.cuda import ptx
+from flashref.cuda import ptx_hopper as hx
+from flashref.cuda.tma import BYTES, COLUMNS
+
+LINE = 128  # bytes: 64 columns of a row
+SWIZZLED = 1024  # bytes after which the swizzle repeats: tiles start at multiples
+
+
+def shared_layout(D, schedule):
+    """Return where things lie in shared memory: Q, tiles of K and V, and barriers of 8 bytes.
+
+    A buffer is `full` when its bytes have arrived, `empty` when every warp has used them.
+    """
+    q, kv, stages = 128 * D * schedule.warpgroups, 2 * D * schedule.BC, schedule.stages
+    sizes = {"Q": q, "K": stages * kv, "V": stages * kv, "full_Q": 8, "empty_Q": 8}
+    sizes |= dict.fromkeys(("full_K", "empty_K", "full_V", "empty_V"), 8 * stages)
+    places, at = {}, 0
+    for name, size in sizes.items():
+        places[name], at = at, at + size
+    return types.SimpleNamespace(**places, tile=kv, end=at)
+
+
+def tile_functions(D, schedule, HIDES, inline):
+    """Return the device functions that walk over tiles and fill buffers; `inline` decorates them.
+
+    HIDES: some rows do not see all keys.
+    """
+    BR, BC, STAGES, PANELS = 64 * schedule.warpgroups, schedule.BC, schedule.stages, D // COLUMNS
+    at = shared_layout(D, schedule)
+    K, V, TILE = at.K, at.V, at.tile
+    FULL_Q, EMPTY_Q, FULL_K, EMPTY_K = at.full_Q, at.empty_Q, at.full_K, at.empty_K
+    FULL_V, EMPTY_V = at.full_V, at.empty_V
+
+    # -- which tiles: decided here alone ----------------------------------------------------------
+    @inline
+    def tile_of(round_, q):
+        """Return this block's tile of a round: is there one; its first row, head, batch element.
+
+        Every other round runs backwards, which evens out work that differs.
+        """
+        blocks, block = uint32(cuda.gridDim.x), uint32(cuda.blockIdx.x)
+        if round_ & uint32(1):
+            block = uint32(blocks - uint32(1) - block)
+        tile = uint32(round_ * blocks + block)
+        rows = uint32((uint32(q.shape[2]) + uint32(BR - 1)) // uint32(BR))
+        heads = uint32(q.shape[1])
+        of_all = uint32(heads * uint32(q.shape[0]))
+        if HIDES:  # long rows first
+            row, head = uint32(rows - uint32(1) - tile // of_all), uint32(tile % of_all)
+        else:  # head after head: the blocks of the moment share their K and V in the cache
+            row, head = uint32(tile % rows), uint32(tile // rows)
+        more = tile < uint32(rows * of_all)
+        return more, uint32(row * uint32(BR)), uint32(head % heads), uint32(head // heads)
+
+    @inline
+    def key_tiles(first, q, k, offset):
+        """Return how many tiles of keys the rows from `first` on see; one, if none: masked."""
+        stop = int32(k.shape[2])
+        if HIDES:
+            end = int32(first) + BR
+            n_q = int32(q.shape[2])
+            sees = int32((n_q if end > n_q else end) + offset)
+            stop = sees if sees < stop else stop
+            stop = stop if stop > 1 else int32(1)
+        return uint32((uint32(stop) + uint32(BC - 1)) // uint32(BC))
+
+    @inline
+    def next_buffer(stage, phase):
+        """Return the buffer that comes next, and the parity of its next phase."""
+        stage = uint32(stage + uint32(1))
+        if stage == uint32(STAGES):
+            return uint32(0), uint32(phase ^ uint32(1))
+        return stage, phase
+
+    # -- TMA: one thread --------------------------------------------------------------------------
+    def box_loader(ROWS):
+        @inline
+        def load(to, tensor_map, full, row, head, batch):
+            """Start copying ROWS rows, 64 columns at a time; `full` hears when they are there."""
+            hx.arrive_expecting(full, uint32(ROWS * PANELS * LINE))
+            for panel in range(PANELS):
+                hx.load_box(
+                    uint32(to + uint32(panel * ROWS * LINE)), tensor_map, full,
+                    uint32(panel * COLUMNS), row, head, batch,
+                )  # fmt: skip
+
+        return load
+
+    load_queries, load_keys = box_loader(BR), box_loader(BC)
+
+    @inline
+    def fill_by_tma(shared, maps, q, k, v, offset):
+        """Fill the buffers as they become empty: one thread (Algorithm 1, lines 4 to 10)."""
+        q_map = ptx.global_address(maps)
+        k_map, v_map = q_map + uint64(BYTES), q_map + uint64(2 * BYTES)
+        hx.fence_map(q_map)
+        hx.fence_map(k_map)
+        hx.fence_map(v_map)
+        group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
+        stage, phase, round_ = uint32(0), uint32(1), uint32(0)  # all are empty: phase 1 is over
+        more, first, h, b = tile_of(round_, q)
+        while more:
+            hx.wait(shared + uint32(EMPTY_Q), (round_ & uint32(1)) ^ uint32(1))
+            load_queries(shared, q_map, shared + uint32(FULL_Q), first, h, b)
+            kv_head = uint32(h // group)
+            j = key_tiles(first, q, k, offset)
+            while j > uint32(0):  # the last keys first: only the first tiles need a mask
+                j = uint32(j - uint32(1))
+                row, buffer = uint32(j * uint32(BC)), uint32(shared + stage * uint32(TILE))
+                barrier = uint32(shared + stage * uint32(8))
+                hx.wait(barrier + uint32(EMPTY_K), phase)
+                load_keys(buffer + uint32(K), k_map, barrier + uint32(FULL_K), row, kv_head, b)
+                hx.wait(barrier + uint32(EMPTY_V), phase)
+                load_keys(buffer + uint32(V), v_map, barrier + uint32(FULL_V), row, kv_head, b)
+                stage, phase = next_buffer(stage, phase)
+            round_ = uint32(round_ + uint32(1))
+            more, first, h, b = tile_of(round_, q)
+
+    # -- cp.async: 128 threads --------------------------------------------------------------------
+    def copier(ROWS):
+        @inline
+        def copy(to, x, h, b, first, n):
+            """Start copying ROWS of the n rows of a head, 64 columns at a time."""
+            thread = int32(cuda.threadIdx.x)
+            chunk, r = thread & 7, thread >> 3  # of 16 rows at once, so the swizzle is the same
+            head = ptx.global_address(x) + uint64(int64(b) * x.strides[0] + int64(h) * x.strides[1])
+            row = int32(first) + r
+            here = head + uint64(int64(row) * x.strides[2] + chunk * 16)
+            there = uint32(to + uint32(r * LINE + ((chunk ^ (r & 7)) << 4)))
+            for panel in range(PANELS):
+                inside = panel * COLUMNS + chunk * 8 < int32(x.shape[3])
+                size = uint32(cuda.selp(inside, uint32(16), uint32(0)))
+                for i in range(0, ROWS, 16):
+                    some = uint32(cuda.selp(row + i < n, size, uint32(0)))
+                    ptx.copy16(
+                        uint32(there + uint32((panel * ROWS + i) * LINE)),
+                        here + uint64(int64(i) * x.strides[2] + panel * LINE), some,
+                    )  # fmt: skip
+            ptx.copy_commit()
+
+        return copy
+
+    copy_queries, copy_keys = copier(BR), copier(BC)
+
+    @inline
+    def publish(full):
+        """Say that this thread's part of a buffer is there."""
+        hx.fence_writes()
+        hx.arrive(full)
+
+    @inline
+    def fill_by_threads(shared, q, k, v, offset):
+        """Do the same with all threads: a buffer is published when the next copy is on its way."""
+        group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
+        n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
+        seen = int32(n_q + offset) if int32(n_q + offset) < n_k else n_k
+        stage, phase, round_ = uint32(0), uint32(1), uint32(0)
+        more, first, h, b = tile_of(round_, q)
+        while more:
+            hx.wait(shared + uint32(EMPTY_Q), (round_ & uint32(1)) ^ uint32(1))
+            copy_queries(shared, q, h, b, first, n_q)
+            under_way = uint32(shared + uint32(FULL_Q))
+            kv_head = uint32(h // group)
+            j = key_tiles(first, q, k, offset)
+            while j > uint32(0):
+                j = uint32(j - uint32(1))
+                row, buffer = uint32(j * uint32(BC)), uint32(shared + stage * uint32(TILE))
+                barrier = uint32(shared + stage * uint32(8))
+                hx.wait(barrier + uint32(EMPTY_K), phase)
+                copy_keys(buffer + uint32(K), k, kv_head, b, row, seen)
+                hx.copy_wait_but_one()
+                publish(under_way)
+                hx.wait(barrier + uint32(EMPTY_V), phase)
+                copy_keys(buffer + uint32(V), v, kv_head, b, row, seen)
+                hx.copy_wait_but_one()
+                publish(uint32(barrier + uint32(FULL_K)))
+                under_way = uint32(barrier + uint32(FULL_V))
+                stage, phase = next_buffer(stage, phase)
+            ptx.copy_wait()
+            publish(under_way)
+            round_ = uint32(round_ + uint32(1))
+            more, first, h, b = tile_of(round_, q)
+
+    return types.SimpleNamespace(
+        tile_of=tile_of, key_tiles=key_tiles, next_buffer=next_buffer, fill_by_tma=fill_by_tma,
+        fill_by_threads=fill_by_threads,
+    )  # fmt: skip
