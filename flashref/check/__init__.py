@@ -29,16 +29,19 @@ __all__ = [
 ]
 
 
-def softmax(fn, *, cases=None, seed=0):
+def softmax(fn, *, masked=False, cases=None, seed=0):
     """Check fn(x), the softmax of a vector, or of each row of a matrix.
 
     Scores of -inf, as masks make them, are tried in the end: the report speaks of them, but no
-    function fails by them.
+    function fails by them, unless `masked` asks for them.
 
     Parameters
     ----------
     fn : callable
         Takes x, and perhaps axis.
+    masked : bool
+        Whether the exercise speaks of scores of -inf: then they get the weight 0, and a row of
+        nothing else gives zeros, or the function fails.
     cases : None or "small"
         "small" leaves out the cases with more than 64 rows, for a function that is very slow.
     seed : int
@@ -55,17 +58,17 @@ def softmax(fn, *, cases=None, seed=0):
     >>> check.softmax(flashref.safe_softmax).passed
     True
     """
-    return run("softmax", fn, cases, seed)
+    return run("softmax", fn, cases, seed, masked)
 
 
-def online_softmax(fn, *, cases=None, seed=0):
+def online_softmax(fn, *, masked=False, cases=None, seed=0):
     """Check fn(x), the softmax of a vector that is read block by block.
 
     Parameters
     ----------
     fn : callable
         Takes x, and perhaps block and axis.
-    cases, seed
+    masked, cases, seed
         As in `softmax`.
 
     Returns
@@ -79,7 +82,7 @@ def online_softmax(fn, *, cases=None, seed=0):
     >>> check.online_softmax(flashref.online_softmax).passed
     True
     """
-    return run("online_softmax", fn, cases, seed)
+    return run("online_softmax", fn, cases, seed, masked)
 
 
 def merge_attention(fn, *, cases=None, seed=0):
@@ -209,13 +212,19 @@ def traffic(fn, *, cases=None, seed=0):
     """Check the slow-memory traffic of a tiled algorithm, or a closed form of it, exactly.
 
     The counts of FlashAttention-1 and of FlashAttention-2 are both right; the report says which.
+    The sums over all arrays count; the names under which they move are labels.
+
+    A tiled algorithm is asked once more with a memory that loads other numbers than the arrays
+    hold: its answer must follow the tiles. That shows a tile that is loaded and thrown away. It
+    does not show for how long one is kept (loading K again and computing from the first copy), nor
+    whether what is stored is what is returned.
 
     Parameters
     ----------
     fn : callable
-        Takes q, k, v, block_q, block_k and memory, moves everything with memory.load and
-        memory.store, and returns o or (o, lse); or takes n_q, n_k, d, d_v, block_q, block_k and
-        returns (loads, stores) in elements.
+        Takes q, k, v, block_q, block_k and memory, reads q, k, v through memory.load, writes
+        through memory.store, and returns o or (o, lse); or takes n_q, n_k, d, d_v, block_q,
+        block_k and returns (loads, stores) in elements.
     cases, seed
         As in `softmax`.
 

@@ -16,7 +16,8 @@ PRINTED = {
 }  # fmt: skip
 COUNTS = {"sizes": ("B_r", "B_c"), "traffic": ("loads", "stores")}
 ORDINARY, HUNTING = 2e-5, 1e-2  #: absolute and relative; CONTRACT.md, "Homework"
-NOISE = 64 * np.finfo(float).eps  #: of an array's largest number: what is smaller is shown as 0
+SPACING = 4 * float(np.finfo(np.float32).eps)  #: relative: a few roundings in float32
+NOISE = 64 * np.finfo(float).eps  #: of the largest right number: what is smaller is shown as 0
 
 
 @dataclass
@@ -97,12 +98,15 @@ def _parts(exercise, names, right, value):
                 return [value]
             raise Unreadable(
                 "result",
-                f"It returned a tuple of {len(value)} things; I can read {exercise.returns}.",
+                f"It returned a tuple of {len(value)} things; return {exercise.returns}"
+                f"{' alone' * (len(names) == 1)}.",
             )
         if isinstance(value, list) and _shape(value) is not None:
             return [value]
     elif not several or len(value) != len(names):
-        what = f"{len(value)} things" if several else f"one {type(value).__name__}"
+        what = f"one {type(value).__name__}"
+        if several:
+            what = "one thing" if len(value) == 1 else f"{len(value)} things"
         raise Unreadable("result", f"It returned {what}; give back {exercise.returns}.")
     shapes = [_shape(part) for part in value]
     if shapes != [right[name].shape for name in names]:
@@ -133,7 +137,8 @@ def _checked(name, part, right):
         ) from None
     if array.dtype.kind == "c":
         raise Unreadable("dtype", f"{name} holds complex numbers ({array.dtype}).", name)
-    if array.dtype.kind in "iub":
+    whole = array.dtype.kind in "iu" and np.array_equal(array, right)  # [0, 0] for [0.0, 0.0]
+    if array.dtype.kind in "iub" and not whole:
         raise Unreadable(
             "dtype",
             f"{name} has dtype {array.dtype}: fractions are cut off. Make its array of floats.",
@@ -186,18 +191,30 @@ def _shown(value):
 # --- comparing ----------------------------------------------------------------------------------
 
 
-def tolerance(case):
-    """Return how far a number may be off, absolutely and relatively, on this case."""
-    return HUNTING if case.hunts else ORDINARY
+def tolerance(case, name):
+    """Return how far a number of an output may be off on this case, (absolutely, relatively).
+
+    lse is the exponent of exp(s - lse): there it is the absolute error that counts, however large
+    lse is, and no more is given than float32 needs to hold it.
+    """
+    if not case.hunts:
+        return ORDINARY, ORDINARY
+    return HUNTING, SPACING if name == "lse" else HUNTING
 
 
 def wrong_places(got, right, tol):
-    """Return where numbers differ by more than tol * (1 + |right|); NaN differs from everything."""
+    """Return where numbers are off by more than tol, a `tolerance`; NaN is off from everything."""
     if right.dtype == object:  # counts are exact
         return np.array(got != right, bool)
     with np.errstate(invalid="ignore"):
-        near = np.abs(got - right) <= tol * (1 + np.abs(right))
+        near = np.abs(got - right) <= allowed(right, tol)
     return ~((near & np.isfinite(right)) | (got == right))  # inf - x <= inf: nothing is near inf
+
+
+def allowed(right, tol):
+    """Return by how much each number may be off."""
+    absolute, relative = tol
+    return absolute + relative * np.abs(right)
 
 
 def compare(case, got, right):
@@ -205,28 +222,29 @@ def compare(case, got, right):
     problem, fine = None, []
     for name, array in got.items():
         want = np.asarray(right[name], object if array.dtype == object else float)
-        bad = wrong_places(array, want, tolerance(case))
+        tol = tolerance(case, name)
+        bad = wrong_places(array, want, tol)
         if not bad.any():
             fine.append(name)
         elif problem is None:
-            problem = _problem(name, array, want, bad)
+            problem = _problem(name, array, want, bad, tol)
     if problem is not None and fine:
         problem.sentence += f" {' and '.join(fine)} {'is' if len(fine) == 1 else 'are'} right."
     return problem
 
 
-def _problem(name, got, right, bad):
+def _problem(name, got, right, bad, tol):
     """Return the `Problem` of an array, with its worst place."""
     if got.dtype == object:
         index = (int(np.argmax(bad)),)
         kind = "value"
     else:
-        with np.errstate(invalid="ignore"):
-            error = np.where(bad, np.abs(got - right) / (1 + np.abs(right)), -1)
+        with np.errstate(invalid="ignore", over="ignore"):
+            error = np.where(bad, np.abs(got - right) / allowed(right, tol), -1)
         error = np.where(bad & ~np.isfinite(error), np.inf, error)
         index = tuple(int(i) for i in np.unravel_index(np.argmax(error), error.shape))
         kind = "nan" if np.isnan(got[bad]).any() else "value"
-    expected, given = shown_number(right, index), shown_number(got, index)
+    expected, given = (shown_number(x, index, right) for x in (right, got))
     problem = Problem(kind, "", name, index, expected, given, int(bad.sum()), bad.size)
     if got.dtype == object:
         pairs = zip(COUNTS[name], got, right, strict=True)
@@ -276,12 +294,16 @@ def off_by(got, right):
     return f"is off by {number(error)}"
 
 
-def shown_number(array, index):
-    """Return a number of an array, or 0 if it is what rounding leaves beside the others."""
+def shown_number(array, index, right):
+    """Return a number of an array, or 0 if it is what rounding leaves beside the right ones.
+
+    A wrong number may be huge, and makes noise of no other.
+    """
     x = array[index]
     if array.dtype == object or not np.isfinite(x):
         return x
-    largest = np.abs(array[np.isfinite(array)]).max()
+    usual = np.abs(right[np.isfinite(right)]).max(initial=1)
+    largest = min(usual, np.abs(array[np.isfinite(array)]).max())
     return x if abs(x) > NOISE * largest else 0 * x
 
 

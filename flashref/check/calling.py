@@ -31,7 +31,7 @@ SPELLINGS = {
     "v": ("v", "V", "value", "values"),
     "do": ("do", "dO", "DO", "dout", "d_o", "d_out", "grad_output", "grad_out", "grad_o"),
     "o": ("o", "O", "out", "output"),
-    "lse": ("lse", "L", "LSE", "logsumexp"),
+    "lse": ("lse", "L", "LSE", "logsumexp", "softmax_lse"),
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "sm_scale", "softmax_scale"),
     "block_q": ("block_q", "Br", "B_r", "block_m", "BLOCK_M", "b_r", "br"),

@@ -19,6 +19,18 @@ AXES = {"lse": 1, "lse_a": 1, "lse_b": 1, "x": 1}  #: of the plain size; 2 for w
 UNLIFTED = ("mask", "block_mask")
 #: of the backward pass, (n_q, n_k), for what is compiled anew for each: gradients take long there
 FEW_SIZES = {(2, 3), (3, 3), (3, 2), (7, 9), (40, 40), (131, 150)}
+GROUPED = "fewer key heads than query heads"
+LOWEST = -(2.0**31)  #: a score; a power of two: exact in any precision
+WIDE = "d = 3 and d_v = 6: values wider than keys"
+#: with 4 on 2 alone, h // 2 and h // H_kv are right too; and with 6 on 3, h // 2
+GROUPS = tuple(
+    (f"{n_heads} query heads on {n_kv} key head{'s' * (n_kv > 1)}", (batch, n_heads), (batch, n_kv))
+    for batch, n_heads, n_kv in ((2, 4, 2), (1, 6, 3), (1, 6, 2), (1, 3, 1))
+)
+ODD_SCALES = (
+    ("scale=0: all keys weigh the same", 0.0),
+    ("scale=-1: the smallest product weighs most", -1.0),
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,16 @@ class Case:
     def get(self, role, default=None):
         """Return an input or an option, or the default."""
         return self[role] if role in self else default
+
+    @property
+    def refusable(self):
+        """What a function may refuse here, if it says so by `raise` or `assert`; "" for nothing."""
+        by_position = self.get("causal") or self.get("window") is not None
+        if by_position and not self.square:
+            sign = "<" if self["q"].shape[-2] < self["k"].shape[-2] else ">"
+            return f"{'causal' if self.get('causal') else 'a window'} with n_q {sign} n_k"
+        scale = self.get("scale")
+        return "a scale of 0 or below" if scale is not None and scale <= 0 else ""
 
     @property
     def square(self):
@@ -124,6 +146,9 @@ def softmax_cases(seed):
     row("very negative scores", [-1000, -1001], 1, hunts=True)
     row("very negative scores that grow", [-3000, -2000, -2001, -1000, -1002], 2, hunts=True)
     row("huge scores of both signs", [-20000, 10000, 9999, 0], 2, hunts=True)
+    row("scores near -20000", [-20000, -20001], 1, hunts=True)
+    # all weight on one score: float32 holds its lse exactly
+    row("scores of -240000 and lower", [-240000, -480000], 1, hunts=True)
     row("one score far above the others, last", [0, 1, 2, 900], 2, hunts=True)
     row("one score far above the others, first", [900, 2, 1, 0], 2, hunts=True)
     row("1050 scores", 4 * random("long", 1050) + np.linspace(-5, 5, 1050), 100)
@@ -153,6 +178,13 @@ def masked_rows():
         Case(title, {"x": np.array(row)}, blocks=(2, 2))
         for title, row in zip(titles, rows, strict=True)
     )
+
+
+def masked_matrix():
+    """Return rows of which one is masked, and another in part."""
+    inf = np.inf
+    x = np.array([[1, 2, 3], [-inf, -inf, -inf], [-inf, 1, 0]])
+    return Case("rows, one of them all -inf", {"x": x}, blocks=(2, 2), larger="rows of a matrix")
 
 
 def merge_cases(seed):
@@ -267,6 +299,7 @@ def attention_cases(seed):
     case("one query", random_qkv(random, "one query", 1, 3, 4, 2), (2, 2), again=True)
     case("one key", random_qkv(random, "one key", 3, 1), (2, 2), again=True)
     case("d = 1", random_qkv(random, "d = 1", 4, 5, 1, 1), (3, 2), again=True)
+    case(WIDE, random_qkv(random, WIDE, 5, 7, 3, 6), (2, 4))
     case("random numbers", random_qkv(random, "attention 1", 7, 9), (3, 4))
     case("other random numbers", random_qkv(random, "attention 2", 7, 9), (3, 4))
     case("as many queries as keys", random_qkv(random, "square", 11, 11, spread=2), (4, 3))
@@ -280,6 +313,8 @@ def attention_cases(seed):
     for scale in (0.3, 1.0):
         inputs = random_qkv(random, "scale", 7, 9)
         case(f"scale={scale}", inputs, (2, 4), {"scale": scale})
+    for title, scale in ODD_SCALES:
+        case(title, with_scores([[0, 1, 2], [2, 0, 1]], values(3)), (2, 2), {"scale": scale})
     case("real activations", real_qkv(64), (32, 48))
     for n_q, n_k in ((131, 150), (3, 1050), (1050, 3)):
         inputs = growing(random, f"{n_q} {n_k}", n_q, n_k, -5, 12)
@@ -293,13 +328,17 @@ def attention_cases(seed):
     hunt("very negative scores", [[-1000, -1001, -1002], [-2000, -3000, -2001]], (2, 2))
     hunt("very negative scores that grow", [[-4000, -3000, -2000, -2001], [1, 2, 3, 4]], (2, 1))
     hunt("huge scores of both signs", [[-10000, 10000, 9999, 0], [0, -10000, 5, 6]], (2, 2))
+    low = [[-20000, -20001, -20002], [-240000, -480000, -480001]]
+    hunt("scores near -20000, and of -240000 and lower", low, (2, 2))
+    # at the scale 1/2; at -1 each is -2 times that
+    turned = [[-1000, 0, 1000], [-2000, -1000, -1999]]
+    hunt("scale=-1, large scores", turned, (2, 2), {"scale": -1.0})
 
     causal_cases(case, random, real_qkv(64))
     causal = {"causal": True}
     low = [[-20000, 0, 0], [-20001, -20000, 5], [1, -20000, 2]]
     hunt("causal, very negative scores", low, (2, 2), causal)
-    lowest = -(2.0**31)  # a power of two: exact in any precision
-    lowest = [[lowest, 0, 0], [1, 2, 0], [lowest, 0, 1]]
+    lowest = [[LOWEST, 0, 0], [1, 2, 0], [LOWEST, 0, 1]]
     hunt("causal, a score of -2147483648", lowest, (1, 1), causal)
     hunt("causal, large scores", [[1000, 0, 0], [0, 1000, 2], [-1000, 2000, 1999]], (2, 2), causal)
     window_and_mask_cases(case, hunt, random)
@@ -309,12 +348,12 @@ def attention_cases(seed):
         again = bool(options)
         case(title, inputs, (2, 4), options, larger=larger, again=again)
 
-    grouped = "fewer key heads than query heads"
     heads("3 heads, (3, 5, 4)", (3,), None, 5, 7)
     heads("batch of 2 with 3 heads, (2, 3, 5, 4)", (2, 3), None, 5, 7)
     heads("batch of 2 with 3 heads, causal", (2, 3), None, 6, 6, {"causal": True})
-    heads("4 query heads on 2 key heads", (2, 4), (2, 2), 5, 7, larger=grouped)
-    heads("4 query heads on 2 key heads, causal", (1, 4), (1, 2), 6, 6, {"causal": True}, grouped)
+    for title, lead, kv_lead in GROUPS:
+        heads(title, lead, kv_lead, 5, 7, larger=GROUPED)
+    heads("4 query heads on 2 key heads, causal", (1, 4), (1, 2), 6, 6, {"causal": True}, GROUPED)
     return cases
 
 
@@ -436,12 +475,15 @@ def backward_cases(seed):
     case("one query", random_qkv(random, "one query", 1, 3, 4, 2), (2, 2))
     case("one key", random_qkv(random, "one key", 3, 1), (2, 2))
     case("d = 1", random_qkv(random, "d = 1", 4, 5, 1, 1), (3, 2))
+    case(WIDE, random_qkv(random, WIDE, 5, 7, 3, 6), (2, 4))
     case("random numbers", random_qkv(random, "backward 1", 7, 9), (3, 4))
     case("other random numbers", random_qkv(random, "backward 2", 7, 9), (3, 4))
     case("as many queries as keys", random_qkv(random, "square", 11, 11, spread=2), (4, 3))
     case("scores that grow from key to key", growing(random, "grow", 9, 40, -6, 6), (4, 16))
     inputs = random_qkv(random, "scale", 7, 9)
     case("scale=0.3", inputs, (2, 4), {"scale": 0.3})
+    for title, scale in ODD_SCALES:
+        case(title, with_scores([[0, 1, 2], [2, 0, 1]], values(3)), (2, 2), {"scale": scale})
     case("real activations", real_qkv(40), (16, 8))
     for n_q, n_k in ((131, 150), (3, 520), (520, 3)):
         inputs = growing(random, f"{n_q} {n_k}", n_q, n_k, -4, 4)
@@ -465,13 +507,15 @@ def backward_cases(seed):
         again = len(lead) == 1 or bool(options)
         case(title, inputs, (2, 4), options, larger=larger, again=again)
 
-    grouped = "fewer key heads than query heads"
     heads("3 heads, (3, 5, 4)", (3,), None, 5, 7)
     heads("batch of 2 with 3 heads, (2, 3, 5, 4)", (2, 3), None, 5, 7)
-    heads("4 query heads on 2 key heads", (2, 4), (2, 2), 5, 7, larger=grouped)
-    heads("4 query heads on 2 key heads, causal", (1, 4), (1, 2), 6, 6, {"causal": True}, grouped)
+    for title, lead, kv_lead in GROUPS:
+        heads(title, lead, kv_lead, 5, 7, larger=GROUPED)
+    heads("4 query heads on 2 key heads, causal", (1, 4), (1, 2), 6, 6, {"causal": True}, GROUPED)
     return [
-        c if c.larger else replace(c, again=(len(c["q"]), len(c["k"])) not in FEW_SIZES)
+        c
+        if c.larger or c.title == WIDE
+        else replace(c, again=(len(c["q"]), len(c["k"])) not in FEW_SIZES)
         for c in cases
     ]
 
@@ -520,6 +564,11 @@ def block_sparse_cases(seed):
     case("scores that grow from key to key", wide, (5, 8), butterfly)
     inputs = random_qkv(random, "sparse scale", 5, 6, 4, 3)
     case("scale=0.3", inputs, (2, 4), [[1, 0], [0, 1], [1, 1]], {"scale": 0.3})
+    for title, scale in ODD_SCALES:
+        inputs = with_scores([[0, 1, 2], [2, 0, 1]], values(3))
+        case(title, inputs, (2, 2), [[1, 1]], {"scale": scale})
+    inputs = random_qkv(random, WIDE, 5, 7, 3, 6)
+    case(WIDE, inputs, (2, 4), [[1, 0], [0, 1], [1, 1]])
     case("real activations", real_qkv(60), (16, 8), random("real tiles", 4, 8) < 0.3)
 
     def hunt(title, S, blocks, block_mask, options=None):
@@ -539,8 +588,7 @@ def block_sparse_cases(seed):
         [[1], [1]],
         causal,
     )
-    lowest = -(2.0**31)
-    hunt("causal, a score of -2147483648", [[lowest, 0], [1, 2]], (2, 2), [[1]], causal)
+    hunt("causal, a score of -2147483648", [[LOWEST, 0], [1, 2]], (2, 2), [[1]], causal)
     case("causal, 4 × 4 in tiles of 2", with_scores(S, values(4)), (2, 2), [[1, 1], [1, 1]], causal)
     randomly("causal, random tiles, 9 queries and 9 keys", 9, 9, (2, 3), 0.3, causal)
     randomly("causal, random tiles, 7 queries and 11 keys", 7, 11, (2, 3), 0.3, causal)
@@ -550,10 +598,9 @@ def block_sparse_cases(seed):
     ):
         shape = {"d": 4, "d_v": 3, **shape}
         randomly(title, 5, 7, (2, 3), 0.3, larger="several heads", shape=shape)
-    shape = {"d": 4, "d_v": 3, "lead": (2, 4), "kv_lead": (2, 2)}
-    grouped = "fewer key heads than query heads"
-    title = "4 query heads on 2 key heads"
-    randomly(title, 5, 7, (2, 3), 0.3, larger=grouped, shape=shape)
+    for title, lead, kv_lead in GROUPS:
+        shape = {"d": 4, "d_v": 3, "lead": lead, "kv_lead": kv_lead}
+        randomly(title, 5, 7, (2, 3), 0.3, larger=GROUPED, shape=shape)
     return cases
 
 

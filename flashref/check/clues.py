@@ -32,7 +32,8 @@ def find(exercise, learner, tried, differs=lambda t: False):
     found = []
     for t in wrong:
         if t.got is not None and t.problem.index is not None:
-            found = [sentence for clue in CLUES if (sentence := clue(t))]
+            found = [all_zero(t, tried, exercise), *(clue(t) for clue in CLUES)]
+            found = [sentence for sentence in found if sentence]
             if found and t is not wrong[0]:  # the report shows another case
                 found[0] = f"In the case “{t.case.title}”: {found[0]}"
             break
@@ -48,27 +49,44 @@ def _wrong(t):
     """Return (name, got, right, where it is wrong) of the output that is wrong."""
     name = t.problem.output
     got, right = t.got[name], np.asarray(t.right[name])
-    return name, got, right, wrong_places(got, right, tolerance(t.case))
+    return name, got, right, wrong_places(got, right, tolerance(t.case, name))
 
 
 def _right(t):
     return np.asarray(t.right[t.problem.output])
 
 
-def _close(a, b, t):
-    """Whether two arrays agree everywhere."""
-    return a.shape == b.shape and not wrong_places(a, b, tolerance(t.case)).any()
+def _close(a, b, t, name=None):
+    """Whether two arrays agree everywhere, as the output that is wrong or as another must."""
+    tol = tolerance(t.case, name or t.problem.output)
+    return a.shape == b.shape and not wrong_places(a, b, tol).any()
 
 
 # --- the first wrong answer ---------------------------------------------------------------------
 
 
-def all_zero(t):
-    """Say that nothing but zeros came out."""
+def all_zero(t, tried, exercise):
+    """Say that nothing but zeros came out, here alone or in every case."""
     name, got, right, _ = _wrong(t)
-    if got.dtype != object and got.size and not got.any() and right.any():
-        return f"Your {name} is 0 everywhere. Is the result written where it is returned from?"
-    return None
+    if got.dtype == object or not got.size or got.any() or not right.any():
+        return None
+    others = [x.got[name] for x in tried if x.got and name in x.got]
+    somewhere = any((np.isfinite(other) & (other != 0)).any() for other in others)
+    if name in ("p", "o") and somewhere:
+        return (
+            f"Your {name} is 0 everywhere in this case, not in others. A sum or an L that is "
+            f"infinite gives exactly 0, and so does a guard where the sum is 0: print it."
+        )
+    if exercise.name == "online_softmax":
+        return (
+            f"Your {name} is 0 everywhere, in every case. Print l: infinite, or still 0? If m "
+            f"starts at -inf, what does your exp get at the first score? And are all scores still "
+            f"there where you read them (a generator gives them once)?"
+        )
+    return (
+        f"Your {name} is 0 everywhere, in every case. Is the result written where it is returned "
+        f"from?{' If so, print what it is divided by.' * (name != 'lse')}"
+    )
 
 
 def not_a_number(t):
@@ -131,7 +149,10 @@ def uniform_weights(t):
     if "v" not in t.case or t.problem.output != "o":
         return None
     _, got, right, _ = _wrong(t)
-    means = np.broadcast_to(t.case["v"].mean(axis=-2, keepdims=True), right.shape)
+    means = t.case["v"].mean(axis=-2, keepdims=True)
+    if right.ndim > 2:  # query heads may share one
+        means = np.repeat(means, right.shape[-3] // means.shape[-3], axis=-3)
+    means = np.broadcast_to(means, right.shape)
     if t.case["v"].shape[-2] > 1 and _close(got, means, t):
         return "Every row is the mean of V: all keys have the same weight, whatever their scores."
     return None
@@ -265,7 +286,6 @@ def where_wrong(t):
 
 
 CLUES = (
-    all_zero,
     not_a_number,
     uniform_weights,
     mask_turned_round,
@@ -299,9 +319,10 @@ def earlier_answer(tried, wrong, differs):
     """Say that an answer belongs to an earlier call.
 
     Answers may be equal by chance of the cases. So it is said of calls with arrays of the same
-    shapes; and only where one call has two answers, what the function remembers is asked.
+    shapes; and only where one call has two answers, what the function remembers is asked. Scores
+    that hunt for overflow leave all weight to one key: those answers are equal too often.
     """
-    for t in wrong:
+    for t in (t for t in wrong if not t.case.hunts):
         for other in tried:
             if other is t:
                 break
@@ -325,8 +346,8 @@ def _answers(t, other):
         t.got[n].dtype != object and np.shape(other.right[n]) == t.got[n].shape for n in t.got
     ):
         return False
-    same = [_close(t.got[n], np.asarray(other.right[n]), t) for n in t.got]
-    differ = [not _close(np.asarray(t.right[n]), np.asarray(other.right[n]), t) for n in t.got]
+    same = [_close(t.got[n], np.asarray(other.right[n]), t, n) for n in t.got]
+    differ = [not _close(np.asarray(t.right[n]), np.asarray(other.right[n]), t, n) for n in t.got]
     return all(same) and any(differ)
 
 
@@ -380,10 +401,16 @@ def _ragged(place, axis):
 SITUATIONS = (
     ("with a mask", _options("mask")),
     ("with a window", _options("window")),
+    ("with a scale of 0", lambda c: c.get("scale") == 0),
+    ("with a negative scale", lambda c: (c.get("scale") or 0) < 0),
+    ("with a scale of 0 or below", lambda c: c.get("scale") is not None and c["scale"] <= 0),
     ("with scale given", _options("scale")),
     ("with an axis given", _options("axis")),
+    ("where d_v > d", lambda c: "q" in c and c["v"].shape[-1] > c["q"].shape[-1]),
+    ("with one key head", lambda c: "fewer" in c.larger and c["k"].shape[-3] == 1),
     ("with fewer key heads than query heads", lambda c: "fewer" in c.larger),
     ("with several heads", lambda c: "heads" in c.larger),
+    ("with more than two axes", lambda c: "x" in c and c["x"].ndim > 2),
     ("with more than one row", lambda c: bool(c.larger)),
     ("with causal=True and n_q ≠ n_k", lambda c: bool(c.get("causal")) and not c.square),
     ("with causal=True", _options("causal")),

@@ -16,7 +16,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from flashref import check
-from flashref.check.calling import Crashed, LearnerError
+from flashref.check.calling import Crashed, LearnerError, NotUnderstood, understand
+from flashref.check.exercises import EXERCISES
 from flashref.check.remote import (
     NAMES,
     Limits,
@@ -28,6 +29,7 @@ from flashref.check.remote import (
     read_homework,
 )
 
+MASKED = ("softmax", "online_softmax")  #: the checks that ask for scores of -inf if told to
 ALL_PASSED, SOME_FAILED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
 
 DESCRIPTION = """\
@@ -76,6 +78,7 @@ class Exercise:
     printed: str = ""
     seconds: float = 0.0
     summary: str = ""  #: what follows the verdict in its line
+    same_as: list = field(default_factory=list)  #: other names that the file gives this function
 
     @property
     def passed(self):
@@ -118,7 +121,8 @@ def main(argv=None):
         limits = Limits(options.timeout, options.memory)
         homework = read_homework(options.homework)
         with Workplace() as workplace:
-            run = check_homework(homework, workplace, limits, options.only)
+            asked = options.only, options.require, options.masked
+            run = check_homework(homework, workplace, limits, *asked)
         say(as_text(run))
         if options.json:
             options.json.write_text(json.dumps(as_dict(run), indent=2) + "\n", encoding="utf-8")
@@ -156,8 +160,23 @@ def parser():
         action="append",
         metavar="NAME",
         choices=list(NAMES),
-        help="check this function, or the functions of this check; it must be there. Repeatable: "
-        "name every exercise that counts, and none can be left out unnoticed",
+        help="check the function of this name, which must be there, and those that go to the check "
+        "of this name. Repeatable: name every exercise that counts, and none can be left out "
+        "unnoticed",
+    )
+    made.add_argument(
+        "--require",
+        action="append",
+        type=_requirement,
+        metavar="NAME.ARGUMENT",
+        help="let this function pass only if it also has this argument, as in attention.causal: no "
+        "check asks for an option that a function does not have. Repeatable; the function must be "
+        "there, as with --only",
+    )
+    made.add_argument(
+        "--masked",
+        action="store_true",
+        help="let softmax and online_softmax pass only if they are right for scores of -inf too",
     )
     made.add_argument("--json", type=_new_file, metavar="FILE", help="write the full reports here")
     made.add_argument(
@@ -190,6 +209,16 @@ def _positive(kind):
     return number
 
 
+def _requirement(text):
+    name, _, argument = text.partition(".")
+    if name not in NAMES:
+        raise argparse.ArgumentTypeError(f"{text} does not begin with the name of a function")
+    if argument not in (options := EXERCISES[NAMES[name]].options):
+        known = f"what can be required is {', '.join(options)}" if options else "it has no options"
+        raise argparse.ArgumentTypeError(f"{name} is not asked for {argument!r}: {known}")
+    return name, argument
+
+
 def _new_file(text):
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():  # better said now than after minutes of checking
@@ -200,16 +229,23 @@ def _new_file(text):
 # --- checking ------------------------------------------------------------------------------------
 
 
-def check_homework(homework, workplace, limits, only=None):
+def check_homework(homework, workplace, limits, only=None, require=None, masked=False):
     """Return the `Run` of a homework file: look what is there, then check one after the other."""
-    run = Run(homework.path.name)
+    run, required = Run(homework.path.name), {}
+    for name, argument in require or ():
+        required.setdefault(name, []).append(argument)
     found, broken = look(homework, workplace, limits, run)
-    for name in wanted(found, only):
+    for name in wanted(found, only, required):
         if broken is None:
-            run.exercises.append(check_exercise(name, homework, workplace, limits))
+            asked = required.get(name, ()), masked
+            run.exercises.append(check_exercise(name, homework, workplace, limits, *asked))
         else:  # no function can be reached, and to try each would take each its full time
             run.exercises.append(exercise := Exercise(name, NAMES[name]))
             stopped(exercise, broken)
+    for exercise in run.exercises:
+        exercise.same_as = same_function(exercise.name, homework)
+        if exercise.verdict == "missing" and (others := relatives(exercise, found)):
+            exercise.text += f"\n{', '.join(others)}: there, and checked under that name alone."
     if not run.exercises:
         flashrefs = [name for name, kind in found.items() if kind == "flashref's"]
         run.notes += [f"{name} is flashref's own function, no homework" for name in flashrefs]
@@ -238,16 +274,42 @@ def look(homework, workplace, limits, run):
     return found, broken
 
 
-def wanted(found, only):
+def wanted(found, only, required=()):
     """Return the names to check, in the order of `NAMES`; those asked for need not be there."""
-    names = there = [name for name in NAMES if found.get(name) == "function"]
+    names = {name for name in NAMES if found.get(name) == "function"}
     if only is not None:
-        asked = {name: [t for t in there if name in (t, NAMES[t])] for name in only}
-        names = [name for a, named in asked.items() for name in named or [a]]
+        # one that is asked for is never answered by another of its check: naive_attention, handed
+        # in a month ago, is not the attention of today
+        names = {*only, *(name for name in names if NAMES[name] in only)}
+    names.update(required)
     return [name for name in NAMES if name in names]
 
 
-def check_exercise(name, homework, workplace, limits):
+def relatives(exercise, found):
+    """Return the functions that are there and go to the same check."""
+    names = [name for name, kind in found.items() if kind == "function" and name != exercise.name]
+    return [name for name in names if NAMES[name] == exercise.check]
+
+
+# where a text, at the start of a line, gives a name to something; the last part is that something,
+# if it is a mere name
+BINDING = re.compile(
+    r"^(?:(?:async[ \t]+def|def|class)[ \t]+(\w+)|((?:\w+[ \t]*=(?!=)[ \t]*)+)(\w+[ \t]*(?=#|$))?)",
+    re.MULTILINE,
+)
+
+
+def same_function(name, homework):
+    """Return the other `NAMES` that the text, none of which is run, gives the same function."""
+    made = {}
+    for at in (at for *_, source in homework.cells for at in BINDING.finditer(source)):
+        defined, names, value = at.groups()
+        for bound in [defined] if defined else re.findall(r"\w+", names):
+            made[bound] = made.setdefault(value.strip(), at) if value else at
+    return [other for other in NAMES if other != name and made.get(other, name) is made.get(name)]
+
+
+def check_exercise(name, homework, workplace, limits, required=(), masked=False):
     """Return the `Exercise` of one function, run in a process of its own and judged in this one."""
     exercise = Exercise(name, NAMES[name])
     started = time.monotonic()
@@ -258,7 +320,8 @@ def check_exercise(name, homework, workplace, limits):
         if exercise.text:
             exercise.verdict = "missing"
         else:
-            judge(exercise, process)
+            judge(exercise, process, masked and exercise.check in MASKED)
+            insist(exercise, process, required)
     except LearnerError as error:
         stopped(exercise, error)
     except Exception:  # nonsense from the other side, or a mistake of ours: never a pass
@@ -287,9 +350,10 @@ def problems(ready):
     return [error_text(learner_error(fields)) for fields in ready["problems"][:20]]
 
 
-def judge(exercise, process):
+def judge(exercise, process, masked=False):
     """Let the check of `flashref.check` call the function over there, and note its verdict."""
-    report = getattr(check, exercise.check)(Remote(process))
+    options = {"masked": True} if masked else {}
+    report = getattr(check, exercise.check)(Remote(process), **options)
     exercise.report, exercise.mistake = report.to_dict(), report.mistake
     exercise.text = str(report)
     if process.ended is not None and not getattr(report, "ended_beyond", False):
@@ -304,6 +368,25 @@ def judge(exercise, process):
     else:
         unwritten = any(failure.kind == "not_written" for failure in report.failures)
         exercise.summary = "not written yet" if unwritten else report.mistake or ""
+
+
+def insist(exercise, process, required):
+    """Let a pass count only if the function has the arguments that are required of it."""
+    if not exercise.passed or not required:
+        return
+    asked = EXERCISES[exercise.check]
+    try:
+        learner = understand(Remote(process), asked.main, asked.options)
+        lacks = [option for option in asked.options if not learner.has(option)]
+    except NotUnderstood:
+        lacks = None
+    if lacks != exercise.report["not_asked"]:  # checked as something without options: a closed form
+        lacks = asked.options
+    missing = [argument for argument in required if argument in lacks]
+    if missing:
+        exercise.verdict = "failed"
+        exercise.summary = f"no argument {', '.join(missing)}"
+        exercise.text += f"\nRequired here, and not there: the argument {', '.join(missing)}."
 
 
 def stopped(exercise, error):
@@ -353,6 +436,9 @@ def as_text(run):
 def verdict(exercise):
     """Return one line on an exercise."""
     summary = exercise.summary.split("\n")[0]
+    if exercise.passed and exercise.same_as:
+        same = f"the same function as {', '.join(exercise.same_as)}"
+        summary = f"{summary}; {same}" if summary else same
     if exercise.passed:
         return f"passed ({summary})" if summary else "passed"
     return f"{exercise.verdict}: {summary}" if summary else exercise.verdict
@@ -373,6 +459,7 @@ def as_dict(run):
             "passed": e.passed,
             "mistake": e.mistake,
             "summary": clean(e.summary),
+            "same_as": e.same_as,
             "text": clean(e.text),
             "printed": clean(e.printed),
             "seconds": round(e.seconds, 3),

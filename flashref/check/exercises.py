@@ -166,6 +166,17 @@ def with_saved(case):
     return replace(case, inputs={**case.inputs, **_attention(case)}) if "do" in case else case
 
 
+def with_masked_rows(exercise):
+    """Return an exercise that asks for rows with scores of -inf, and does not only try them."""
+
+    def questions(seed, learner):
+        asked = exercise.cases(seed, learner)
+        plain = [case for case in asked if not case.larger]
+        return [*plain, *exercise.beyond, *asked[len(plain) :], cases.masked_matrix()]
+
+    return replace(exercise, cases=questions, beyond=())
+
+
 def about_masked_rows(seen):
     """Return what is said of scores of -inf: a check without masks cannot ask for them."""
     if not seen:

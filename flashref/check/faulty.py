@@ -36,12 +36,18 @@ def nonzero(l):
     return np.where(l == 0, 1, l)
 
 
-def blocks(n, size, drop_tail=False):
-    """Return the slices that cut n rows into blocks; the last, shorter one may be left out."""
+def blocks(n, size, drop_tail=False, short=False):
+    """Return the slices that cut n rows into blocks.
+
+    The last, shorter one may be left out, or every block may be `short` of its last row.
+    """
     end = n - n % size if drop_tail else n
-    return [slice(start, min(start + size, n)) for start in range(0, end, size)]
+    cut = [slice(start, min(start + size - short, n)) for start in range(0, end, size)]
+    return [rows for rows in cut if rows.start < rows.stop]
 
 
+#: finite numbers at which a maximum starts: one for each set of rows that underflow then
+STARTS = (-1000, -10000, -100000, -(10**9))
 SHIFTS = {  # what learners subtract before exp: (scores, axis) -> an array that keeps the axis
     "max": lambda x, axis: x.max(axis=axis, keepdims=True),
     "median": lambda x, axis: np.median(x, axis=axis, keepdims=True),
@@ -50,7 +56,12 @@ SHIFTS = {  # what learners subtract before exp: (scores, axis) -> an array that
     "size": lambda x, axis: np.abs(x).max(axis=axis, keepdims=True),
     "first": lambda x, axis: x.take([0], axis=axis),
     "sum": lambda x, axis: x.sum(axis=axis, keepdims=True),
-    "max or 0": lambda x, axis: np.maximum(x.max(axis=axis, keepdims=True), 0),
+    **{
+        f"max or {start}": lambda x, axis, start=start: np.maximum(
+            x.max(axis=axis, keepdims=True), start
+        )
+        for start in (0, *STARTS)
+    },
     "none": lambda x, axis: 0 * x.max(axis=axis, keepdims=True),
 }
 
@@ -64,7 +75,7 @@ class Softmax:
 
     shift: str = "max"  #: what is subtracted: a key of SHIFTS, of each row
     shift_over: str = "row"  #: "row", or "all" for one number for the whole array
-    over: str = "row"  #: "row"; "column" (axis -2) or "first" (axis 0) for the wrong axis
+    over: str = "row"  #: "row", or the wrong axis: "column" (-2), "first" (0) or "second" (1)
     sum_over: str = "row"  #: "row", or "all" for one sum over the whole array
     divide: bool = True
     by_log: bool = False  #: exp(x - log(sum(exp(x)))) in place of a division
@@ -72,21 +83,30 @@ class Softmax:
     base: float = math.e
     base_of: str = "both"  #: with another base, "shift": only the shift lacks the factor log(base)
     keepdims: tuple = (True, True)  #: of the maximum and of the sum
+    fill: float = -INF  #: what stands in for -inf
+    guard: bool = True  #: 0, not 0/0, in a row whose sum is 0
     tiled = False
+
+    @property
+    def of_masks(self):
+        """Whether scores of -inf alone show what is wrong."""
+        return replace(self, fill=-INF, guard=True) == Softmax()
 
     @without_warnings
     def __call__(self, case, given):
         """Return {"p": weights} for x."""
-        x, axis = case["x"], case.get("axis", -1)
+        x, axis = np.maximum(case["x"], self.fill), case.get("axis", -1)
         if self.over != "row" and x.ndim > 1:
-            axis = 0 if self.over == "first" else x.ndim - 2
+            axis = {"first": 0, "second": 1, "column": x.ndim - 2}[self.over]
         m = SHIFTS[self.shift](x, axis if self.shift_over == "row" else None)
+        m = finite(m) if self.guard else m
         rate = math.log(self.base)
         try:
             m = m if self.keepdims[0] else m.squeeze(axis)
             e = np.exp(x - rate * m) if self.base_of == "shift" else np.exp(rate * (x - m))
             l = e.sum(axis=axis if self.sum_over == "row" else None, keepdims=True)
             l = l if self.keepdims[1] else l.squeeze(axis)
+            l = nonzero(l) if self.guard else l
             if self.by_log:
                 return {"p": np.exp(x - m - np.log(l))}
             if self.lse == "no maximum":
@@ -101,10 +121,13 @@ class OnlineSoftmax:
     """Softmax in two passes, the first one block by block."""
 
     start: float = -INF  #: the maximum before the first block
-    maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
+    #: "running", "none", "own" (of each block alone), or "block" (the same, with the right factor)
+    maximum: str = "running"
     #: "yes", "no", "inverted", "zero" (what was gathered is lost), or "late" (on the new part too)
     rescale: str = "yes"
-    p_against: str = "running"  #: the maximum in a block's own sum: "running" or "own"
+    step_guard: bool = True  #: against -inf - -inf while nothing has been seen
+    #: the maximum in a block's own sum: "running", "own", or "old" (before it, but for the first)
+    p_against: str = "running"
     tail: str = "kept"  #: "kept", "zero" (its weights are 0), or "unseen" (not in m and l only)
     divide: bool = True
     guard: str = "l"  #: "l" (divides by 1 where l is 0), "zeros" (gives 0 there) or "no"
@@ -116,9 +139,15 @@ class OnlineSoftmax:
     @property
     def tiled(self):
         """Whether the size of a block makes a difference."""
-        right = self.maximum != "own" and self.rescale == "yes" and self.tail == "kept"
+        right = self.maximum in ("running", "none") and self.rescale == "yes"
+        right = right and self.tail == "kept" and self.step_guard
         right = right and self.shares == "last" and self.p_against == "running"
         return not right or self.swapped == "step"
+
+    @property
+    def of_masks(self):
+        """Whether scores of -inf alone show what is wrong."""
+        return replace(self, step_guard=True, guard="l") == OnlineSoftmax()
 
     @property
     def least_block(self):
@@ -136,10 +165,11 @@ class OnlineSoftmax:
         cut = blocks(n, given["block"], drop_tail=self.tail != "kept")
         for cols in cut:
             m_block = s[..., cols].max(axis=-1)
-            m_new = {"running": np.maximum(m, m_block), "own": m_block, "none": m}[self.maximum]
-            alpha = correction(m, m_new, self.rescale if self.maximum == "running" else "no")
+            m_new = {"running": np.maximum(m, m_block), "none": m}.get(self.maximum, m_block)
+            how = self.rescale if self.maximum in ("running", "block") else "no"
+            alpha = correction(m, m_new, how, self.step_guard)
             late = self.rescale == "late"
-            against = finite(m_block if self.p_against == "own" else m_new)
+            against = self._against(m, m_new, m_block, l)
             l_block = np.exp(s[..., cols] - against[..., None]).sum(axis=-1)
             l = alpha * (l + l_block) if late else alpha * l + l_block
             m = m_new
@@ -149,7 +179,8 @@ class OnlineSoftmax:
                 m, l = l, m
         if self.swapped == "end":
             m, l = l, m
-        p = np.exp(s - m[..., None]) if self.shares == "last" else early
+        last = m if self.guard == "no" else finite(m)
+        p = np.exp(s - last[..., None]) if self.shares == "last" else early
         if self.divide and self.shares != "so far":
             p = p / (l if self.guard == "no" else nonzero(l))[..., None]
         if self.guard == "zeros":
@@ -157,6 +188,13 @@ class OnlineSoftmax:
         if self.tail == "zero":
             p[..., cut[-1].stop if cut else 0 :] = 0
         return {"p": np.moveaxis(p, -1, axis)}
+
+    def _against(self, m, m_new, m_block, l):
+        """Return the maximum against which a block's own sum is measured."""
+        against = m_block if self.p_against == "own" else m_new
+        if self.p_against == "old":
+            against = np.where(l == 0, m_new, m)
+        return finite(against) if self.step_guard else against
 
 
 def correction(m, m_new, how, guard=True):
@@ -184,7 +222,9 @@ class Merge:
     guard: bool = True
     guard_lse: bool = True
     maximum: bool = True  #: subtract the larger lse before exp
-    weights: str = "right"  #: of o: "right", "swapped", "not divided", or "lse" (lse_a itself)
+    #: of o: "right", "swapped", "not divided", "lse" (lse_a itself), "share of lse" (lse_a / lse),
+    #: or "from lse" (exp(lse_a - lse), with the lse returned)
+    weights: str = "right"
     lse: str = "right"  #: "right", "sum" (no logarithm), "no maximum" or "larger"
     tiled = False
 
@@ -202,24 +242,27 @@ class Merge:
         shift = finite(m) if self.guard else m
         w_a, w_b = self.base ** (lse_a - shift), self.base ** (lse_b - shift)
         total = w_a + w_b
+        log = np.log(total) / math.log(self.base)
+        lse = {"right": m + log, "sum": np.exp(m) * total, "no maximum": log, "larger": m}[self.lse]
+        if self.guard_lse and self.lse != "sum":
+            lse = np.where(np.isneginf(m), -INF, lse)
+        lse = lse_a + lse_b if self.lse_added else lse
         if self.weights == "swapped":
             w_a, w_b = w_b, w_a
         if self.weights == "lse":
             w_a, w_b, total = lse_a, lse_b, lse_a + lse_b
+        if self.weights == "share of lse":
+            w_a, w_b, total = lse_a, lse_b, lse
+        if self.weights == "from lse":
+            joint = finite(lse) if self.guard else lse
+            w_a, w_b, total = np.exp(lse_a - joint), np.exp(lse_b - joint), np.ones_like(lse)
         if self.weights == "not divided":
             total = np.ones_like(total)
         o = (w_a[..., None] * o_a + w_b[..., None] * o_b) / (
             nonzero(total) if self.guard else total
         )[..., None]
-        total = self.base ** (lse_a - shift) + self.base ** (lse_b - shift)
-        log = np.log(total) / math.log(self.base)
-        lse = {"right": m + log, "sum": np.exp(m) * total, "no maximum": log, "larger": m}[self.lse]
-        if self.guard_lse and self.lse != "sum":
-            lse = np.where(np.isneginf(m), -INF, lse)
         if self.average:
             o = (o_a + o_b) / 2
-        if self.lse_added:
-            lse = lse_a + lse_b
         return {"o": o, "lse": lse}
 
 
@@ -260,12 +303,14 @@ def positions(n_q, n_k, rule, causal, window):
     return seen
 
 
-TILES = {  # (first and last query at their key positions, first and last key, off) of a tile
-    # -> whether it is visited, and whether the causal mask is applied inside it
-    "top-left": lambda i0, i1, j0, j1, off: (j0 <= i1 - off, j1 > i0 - off),
-    "by its first query": lambda i0, i1, j0, j1, off: (j0 <= i0, j1 > i0),
-    "by its corner": lambda i0, i1, j0, j1, off: (j0 <= i1, j0 <= i0 < j1),
-    "whole alone": lambda i0, i1, j0, j1, off: (j1 <= i0, False),
+TILES = {  # of a tile: first and last query at their key positions, first and last key, off; and
+    # the last query of a full tile -> whether it is visited, and whether it is masked inside
+    "top-left": lambda i0, i1, j0, j1, off, end: (j0 <= i1 - off, j1 > i0 - off),
+    "by its first query": lambda i0, i1, j0, j1, off, end: (j0 <= i0, j1 > i0),
+    "one key early": lambda i0, i1, j0, j1, off, end: (j0 < i1, True),
+    "one key early, full": lambda i0, i1, j0, j1, off, end: (j0 < end, True),
+    "by its corner": lambda i0, i1, j0, j1, off, end: (j0 <= i1, j0 <= i0 < j1),
+    "whole alone": lambda i0, i1, j0, j1, off, end: (j1 <= i0, False),
 }
 
 
@@ -275,7 +320,7 @@ def causal_tiles(rule, n_q, n_k, B_r, B_c):
     for rows in blocks(n_q, B_r):
         for cols in blocks(n_k, B_c):
             ends = rows.start + off, rows.stop - 1 + off, cols.start, cols.stop - 1
-            visited, masked = TILES[rule](*ends, off)
+            visited, masked = TILES[rule](*ends, off, rows.start + off + B_r - 1)
             if not (visited and masked):
                 seen[rows, cols] = visited
     return seen
@@ -303,6 +348,8 @@ def kv_head(how, h, n_heads, n_kv):
     """Return the key head that query head h reads."""
     if how == "first":
         return 0
+    if how == "by key heads" and n_kv < n_heads:
+        return min(h // n_kv, n_kv - 1)
     return h % n_kv if how == "tiled" else h // (n_heads // n_kv)
 
 
@@ -345,20 +392,24 @@ LSES = {  # what is saved as lse: (m, l) -> lse
 class Attention:
     """Tiled attention, key blocks from left to right."""
 
-    scale: str = "right"  #: "right", "missing", "missing by default", or a key of SCALES
+    #: "right", "missing", a key of SCALES, or what is taken for none: "0 is none", "negative too"
+    scale: str = "right"
+    unscaled_max: bool = False  #: the running maximum is that of q · k, times the scale
     base: float = math.e  #: of the exponential and of the logarithm
     sees: str = "right"  #: a rule of `positions`
     fill: float = -INF  #: the score of a pair that is not seen
     fill_added: bool = False  #: added to the score instead of taking its place
     tiles: str = "right"  #: which tiles of a causal mask are visited, or a key of TILES
     sparse: str = "right"  #: a key of BLOCK_MASKS; "zero": pairs that are not there score 0
-    heads: str = "grouped"  #: "grouped", "first" or "tiled"
+    heads: str = "grouped"  #: "grouped", "first", "tiled", or "by key heads" (h // H_kv if shared)
     tail_keys: str = "kept"  #: "kept", "dropped" or "zeros" (padded with keys that score 0)
     tail_queries: str = "kept"  #: "kept" or "dropped"
+    short: str = ""  #: which blocks lack their last row: those of "keys", or "both"
+    kept_state: bool = False  #: m, l and O are not started anew for each block of queries
     skip: bool = False  #: tiles without a visible pair are not visited
     whole_diagonal: bool = False  #: a tile with any visible pair counts as wholly visible
     start: float = -INF  #: the maximum before the first block
-    maximum: str = "running"  #: "running", "none", or "own" (of each block alone)
+    maximum: str = "running"  #: as in `OnlineSoftmax`
     p_against: str = "running"  #: the maximum in P alone: "running" or "own"
     rescale_l: str = "yes"  #: as in `OnlineSoftmax`
     rescale_o: str = "yes"
@@ -366,6 +417,7 @@ class Attention:
     summed: bool = False  #: softmax in each block by itself, results added
     divide: bool = True
     divide_often: bool = False  #: after each block, and not at the end
+    new_l: bool = False  #: the same, and O is multiplied by the new l before it, not by the old
     by_log: bool = False  #: P = exp(S - log l) in place of a division: 0 where l is infinite
     #: 0 instead of 0/0: where nothing was "seen", wherever l is 0 ("l"), "no"; the same with an lse
     #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
@@ -382,19 +434,21 @@ class Attention:
     def least_block(self):
         """The smallest block worth a guess: with blocks of one this is right, or no attention."""
         cut = self.tail_keys != "kept" or self.tail_queries != "kept" or self.whole_diagonal
-        cut = cut or self.tiles != "right"
+        cut = cut or self.tiles != "right" or bool(self.short)
         own = self.maximum == "own" or self.p_against == "own"
         return 2 if cut or self.skip or self.summed or own else 1
 
     @property
     def _rows_matter(self):
-        return self.whole_diagonal or self.skip or self.tail_queries != "kept" or self._sorted
+        cut = self.tail_queries != "kept" or self.short == "both"
+        return self.whole_diagonal or self.skip or self._sorted or cut or self.kept_state
 
     @property
     def _cols_matter(self):
-        rescaled = self.rescale_l == self.rescale_o == "yes" and self.maximum != "own"
+        rescaled = self.rescale_l == self.rescale_o == "yes"
+        rescaled = rescaled and self.maximum in ("running", "none") and not self.new_l
         whole = self.tail_keys == "kept" and not self.summed and self.step_guard
-        whole = whole and self.p_against == "running" and not self.divide_often
+        whole = whole and self.p_against == "running" and not self.divide_often and not self.short
         return self.whole_diagonal or self.skip or self._sorted or not (rescaled and whole)
 
     @property
@@ -441,14 +495,20 @@ class Attention:
             return self._head(np.where(zero, 0, S), seen | zero, V, B_r, B_c, pad)
 
         o, lse = each_head(self.heads, run, q, k, v)
+        if (
+            self.unscaled_max and self._scale(case) <= 0
+        ):  # the first factor: exp(inf), or of 0 · inf
+            o, lse = np.full_like(o, np.nan), np.full_like(lse, np.nan)
         return {"o": o, "lse": lse}
 
     def _scale(self, case):
         d = case["q"].shape[-1]
         if self.scale == "missing":
             return 1.0
-        if case.get("scale") is not None:
-            return case["scale"]
+        scale = case.get("scale")
+        none = {"0 is none": scale == 0, "negative too": scale is not None and scale <= 0}
+        if scale is not None and not none.get(self.scale):
+            return scale
         if self.scale in SCALES:
             d_model = d * math.prod(case["q"].shape[:-2][-1:])
             return SCALES[self.scale](d, case["q"].shape[-2], *case["v"].shape[-2:], d_model)
@@ -474,11 +534,14 @@ class Attention:
     def _head(self, S, seen, V, B_r, B_c, pad):
         dtype = S.dtype
         O, L = np.zeros((len(S), V.shape[1]), dtype), np.full(len(S), -INF, dtype)
-        for rows in blocks(len(S), B_r, self.tail_queries == "dropped"):
+        kept = None
+        for rows in blocks(len(S), B_r, self.tail_queries == "dropped", self.short == "both"):
             n, visited = len(S[rows]), False
             m, l, O_i = np.full(n, self.start, dtype), np.zeros(n, dtype), O[rows]
             touched = np.zeros(n, bool)
-            for cols in blocks(len(V), B_c, self.tail_keys == "dropped"):
+            if kept is not None and len(kept[0]) == n:
+                m, l, O_i = kept
+            for cols in blocks(len(V), B_c, self.tail_keys == "dropped", bool(self.short)):
                 visible = seen[rows, cols]
                 if self.skip and not visible.any():
                     continue
@@ -494,12 +557,14 @@ class Attention:
                 if self.summed:
                     own = np.exp(S_ij - finite(S_ij.max(axis=1))[:, None])
                     O_i = O_i + own @ V_j / nonzero(own.sum(axis=1))[:, None]
-                else:
-                    O_i = self._gather(m, m_new, self.rescale_o, O_i, P @ V_j)
                 l = self._gather(m, m_new, self.rescale_l, l, P.sum(axis=1))
+                if not self.summed:
+                    share = P @ V_j / nonzero(l)[:, None] if self.new_l else P @ V_j
+                    O_i = self._gather(m, m_new, self.rescale_o, O_i, share)
                 if self.divide_often:
                     O_i = O_i / nonzero(l)[:, None]
                 m = m_new
+            kept = (m, l, O_i) if self.kept_state else None
             O[rows], L[rows] = self._finish(m, l, O_i, ~touched, visited)
         return O, L
 
@@ -507,12 +572,12 @@ class Attention:
         if self.maximum == "none":
             return np.zeros_like(m)
         m_block = S_ij.max(axis=1)
-        if self.maximum == "own":
+        if self.maximum in ("own", "block"):
             return np.where(np.isneginf(m_block), m, m_block)
         return np.maximum(m, m_block)
 
     def _correction(self, m, m_new, how):
-        how = how if self.maximum == "running" or how == "zero" else "no"
+        how = how if self.maximum in ("running", "block") or how == "zero" else "no"
         return correction(m, m_new, how, self.step_guard)
 
     def _gather(self, m, m_new, how, old, new):
@@ -521,7 +586,7 @@ class Attention:
         return alpha * (old + new) if how == "late" else alpha * old + new
 
     def _finish(self, m, l, O_i, empty, visited):
-        if self.divide and not self.summed and not self.divide_often:
+        if self.divide and not (self.summed or self.divide_often or self.new_l):
             O_i = O_i / (nonzero(l) if self.guard == "l" else l)[:, None]
             if self.by_log:
                 O_i = np.where(np.isposinf(l)[:, None], 0, O_i)
@@ -537,7 +602,8 @@ class Attention:
 class MatrixAttention:
     """Attention with all of S at once, and a softmax that is not one of rows."""
 
-    shift: str = "max"  #: what is subtracted: a key of SHIFTS
+    #: what is subtracted: a key of SHIFTS, or "unscaled": the maximum of q · k, times the scale
+    shift: str = "max"
     shift_over: tuple | int | None = -1  #: the axes over which; None for all
     sum_over: tuple | int | None = -1
     masked: str = "right"  #: "late": P is set to 0 where masked, after the softmax
@@ -565,10 +631,12 @@ class MatrixAttention:
         S = S if self.masked == "late" else np.where(seen, S, -INF)
         if self.from_lse:
             lse = right(case, given)["lse"]
-            P = np.exp(S / scale - lse[..., None])
+            P = np.exp(q @ k.swapaxes(-1, -2) - lse[..., None])
             P = np.exp(S) / lse[..., None] if self.from_lse == "divided" else P
             return {"o": np.where(seen, P, 0) @ v, "lse": lse}
-        m = finite(SHIFTS[self.shift](S, self.shift_over))
+        shift = "min" if scale < 0 else "max"
+        shift = shift if self.shift == "unscaled" else self.shift
+        m = finite(SHIFTS[shift](S, self.shift_over))
         P = np.exp(S - m)
         l = P.sum(axis=self.sum_over, keepdims=True)
         counted = seen
@@ -621,6 +689,14 @@ DS = {  # (P, dP, D) -> dS
 }
 
 
+def by_key_heads(x, n_kv):
+    """Return sums of (..., H_q, n, d) over the query heads h of which h // H_kv is the same."""
+    total = np.zeros((*x.shape[:-3], n_kv, *x.shape[-2:]))
+    for h in range(x.shape[-3]):
+        total[..., kv_head("by key heads", h, x.shape[-3], n_kv), :, :] += x[..., h, :, :]
+    return total
+
+
 def in_groups(x, n_kv):
     """Return (..., H_q, n, d) as (..., H_kv, group, n, d): neighbours share a key head."""
     return x.reshape(*x.shape[:-3], n_kv, -1, *x.shape[-2:])
@@ -632,6 +708,7 @@ GATHERS = {  # gradients of all query heads (..., H_q, n, d), H_kv -> those of t
     "last": lambda x, n_kv: in_groups(x, n_kv)[..., -1, :, :],
     "first": lambda x, n_kv: in_groups(x, n_kv)[..., 0, :, :],
     "first heads": lambda x, n_kv: x[..., :n_kv, :, :],
+    "by key heads": by_key_heads,
     "tiled": lambda x, n_kv: x.reshape(*x.shape[:-3], -1, n_kv, *x.shape[-2:]).sum(axis=-4),
 }
 ROW_SUMS = {  # (P, dP, dO, O) -> D, a column or a matrix
@@ -654,6 +731,7 @@ class Backward:
     divided_by_lse: bool = False  #: P = exp(S) / lse
     scale_dq: float = 1  #: how many times dq and dk are multiplied by the scale
     scale_dk: float = 1
+    scale: str = "right"  #: as in `Attention`
     scale_p: str = "right"  #: in P = exp(S - lse): "missing" in S, or "in both" of S and lse
     ds: str = "right"  #: a key of DS
     rows_last: bool = False  #: dk and dv keep the share of the last block of queries only
@@ -661,7 +739,7 @@ class Backward:
     tail_keys: str = "kept"  #: "kept" or "dropped"
     tail_queries: str = "kept"
     sees: str = "right"  #: "right", "ignored" (all of causal), or "in lse" (not in P)
-    heads: str = "grouped"  #: which key head a query head reads: "grouped" or "tiled"
+    heads: str = "grouped"  #: which key head a query head reads; as in `Attention`
     gather: str = "sum"  #: a key of GATHERS
     guard: bool = True  #: P = 0 in rows that see nothing
     skip: bool = False  #: tiles without a visible pair are not visited
@@ -706,13 +784,13 @@ class Backward:
         return {"dq": dq, "dk": gather(dk, n_kv), "dv": gather(dv, n_kv)}
 
     def _head(self, case, given, dO, Q, K, V):
-        scale = Attention()._scale(case)
+        scale = Attention(scale=self.scale)._scale(case)
         causal = case.get("causal", False)
         seen = positions(len(Q), len(K), "right", causal and self.sees != "ignored", None)
         S = scale * Q @ K.T
         P_right, m, lse = self._softmax(S, seen)
         if self.scale_p != "right":
-            S = S / scale
+            S = Q @ K.T
         if self.scale_p == "in both":
             _, m, lse = self._softmax(S, seen)
         S_P = np.where(seen | (self.sees == "in lse"), S, -INF)
@@ -814,6 +892,8 @@ class Traffic:
     lse: float = 1  #: numbers stored per row besides O
     output: bool = True  #: O is stored
     output_read: bool = False  #: O is read once
+    width: str = ""  #: d stands where d_v belongs: in "loads", in "stores", or in "both"
+    full: str = ""  #: the last, shorter block counts as full: of "keys", of "queries", or of "both"
     times: int = 1  #: bytes per number
     swapped: bool = False
     tiled = False
@@ -825,10 +905,15 @@ class Traffic:
         T_r = n_q // B_r if self.floor else -(-n_q // B_r)
         T_r = n_q / B_r if self.divided else T_r
         T_c = -(-n_k // B_c)
+        n_q = T_r * B_r if self.full in ("queries", "both") else n_q
+        n_k = T_c * B_c if self.full in ("keys", "both") else n_k
+        loaded, stored = (
+            d if self.width in (where, "both") else d_v for where in ("loads", "stores")
+        )
         passes = {"rows": T_r, "columns": T_c, "row": n_q}[self.keys]
         loads = n_q * d * (T_c if self.query_reloaded else 1)
-        loads += n_k * (d + d_v * self.values) * (1 if self.keys_once else passes)
-        loads += n_q * d_v * self.output_read
-        stores = n_q * (d_v * self.output + self.lse)
+        loads += n_k * (d + loaded * self.values) * (1 if self.keys_once else passes)
+        loads += n_q * loaded * self.output_read
+        stores = n_q * (stored * self.output + self.lse)
         counts = (self.times * loads, self.times * stores)
         return {"traffic": counts[::-1] if self.swapped else counts}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from flashref.check.answers import tolerance, wrong_places
+from flashref.check.answers import allowed, tolerance, wrong_places
 from flashref.check.mistakes import CATALOGUE, DESCRIBED
 
 ARITHMETIC = ("OverflowError", "ZeroDivisionError", "FloatingPointError")
@@ -66,16 +66,21 @@ def name_mistakes(exercise, learner, tried):
 def partly(exercise, learner, tried):
     """Return (mistake, number of wrong answers it explains) for the one that explains most.
 
-    It must explain the first wrong answer, and a quarter of all; (None, 0) if none does.
+    It must explain the first wrong answer, and a quarter of all; (None, 0) if none does. If it
+    leaves some to another mistake, it may spoil no answer that is right: that one must be there.
     """
     evidence = _Evidence(exercise, learner, tried)
     first = next((t for t in tried if t in evidence.failed), None)
     best, most = None, 0
     for mistake in (*CATALOGUE, *DESCRIBED) if first is not None else ():
         for form, given in evidence.hypotheses(mistake, hidden=False):
+            if getattr(form, "lse", "right") != "right" and "lse" not in first.right:
+                continue  # it is about a number that was not asked for
             if _explains(form, given, first, only_wrong=True):
-                explained = sum(_explains(form, given, t, only_wrong=True) for t in evidence.failed)
-                if explained > most:
+                fits = [t for t in evidence.failed if _explains(form, given, t, only_wrong=True)]
+                explained = len(fits) if any(_tells(t) for t in fits) else 0
+                whole = explained == len(evidence.failed)
+                if explained > most and (whole or not evidence.contradicts(form, given)):
                     best, most = mistake, explained
     return (best, most) if most > 1 and 4 * most >= len(evidence.failed) else (None, 0)
 
@@ -102,9 +107,14 @@ class _Evidence:
         self.longest = min(longest, default=1)
         self.finite = all(np.isfinite(x).all() for x in answers)
         self.finite = self.finite and not any(t.arithmetic for t in self.failed)
+        self.masks_alone = all(
+            "x" in t.case and np.isneginf(t.case["x"]).any() for t in self.failed
+        )
 
     def explained_by(self, mistake, hidden, unguarded):
         """Whether a form of the mistake gives every answer seen."""
+        if hidden and not any(_tells(t) for t in self.failed):
+            return False  # with blocks that are never full, much gives zeros
         for form, given in self.hypotheses(mistake, hidden):
             may_show = getattr(form, "may_show", lambda case: True)
             if not unguarded:
@@ -117,6 +127,10 @@ class _Evidence:
                     return True
         return False
 
+    def contradicts(self, form, given):
+        """Whether a form would be wrong where the function is right."""
+        return any(_wrong(form, given, t) for t in self.tried if t.problem is None)
+
     def hypotheses(self, mistake, hidden):
         """Yield (form, given): each form of a mistake, with the block sizes the code may have.
 
@@ -125,6 +139,8 @@ class _Evidence:
         """
         sizes = [role for role in ("block_q", "block_k", "block") if self.learner.has(role)]
         for form in mistake.forms.get(self.exercise.name, ()):
+            if self.masks_alone and not getattr(form, "of_masks", True):
+                continue  # what else is wrong with it would show elsewhere
             if not hidden:
                 if sizes or not form.tiled:
                     yield form, _Given(self.learner)
@@ -176,14 +192,14 @@ def _explains(form, given, t, also_right=False, only_wrong=False):
     """Whether a form gives the answer seen.
 
     A right answer only counts with `also_right`; with `only_wrong`, of several outputs only the one
-    that is wrong.
+    that is wrong, and the others may not be wrong in the form alone.
     """
     if t.problem is None and not also_right:
         return False
     blocks = given(t.case)
     if blocks is None:  # cannot be known: no evidence for or against
         return also_right
-    guess, tol = form(t.case, blocks), tolerance(t.case)
+    guess = form(t.case, blocks)
     if t.got is None:
         return any(
             (~np.isfinite(np.asarray(guess[name], float)) & np.isfinite(right)).any()
@@ -192,12 +208,21 @@ def _explains(form, given, t, also_right=False, only_wrong=False):
         )
     shown = False
     for name, got in t.got.items():
+        tol = tolerance(t.case, name)
         if only_wrong and name != t.problem.output:
+            if _shows(guess[name], t.right[name], tol) and not _shows(got, t.right[name], tol):
+                return False
             continue
         if not _alike(name, got, guess[name], tol):
             return False
         shown = shown or _shows(guess[name], t.right[name], tol)
     return shown or t.problem is None
+
+
+def _tells(t):
+    """Whether a wrong answer is more than zeros, which come of many causes."""
+    got = (t.got or {}).get(t.problem.output)
+    return got is None or bool(got.any())
 
 
 def _wrong(form, given, t):
@@ -206,7 +231,7 @@ def _wrong(form, given, t):
     if blocks is None:
         return False
     guess = form(t.case, blocks)
-    return any(_shows(guess[name], t.right[name], tolerance(t.case)) for name in names)
+    return any(_shows(guess[name], t.right[name], tolerance(t.case, name)) for name in names)
 
 
 def _shows(guess, right, tol):
@@ -229,5 +254,5 @@ def _alike(name, got, guess, tol):
     here = np.isfinite(got)
     a, b = got[here], guess[here]
     # a mistake may make numbers less sure than the right answer's are
-    wide = min(10 * tol, 2e-2)
-    return bool((np.abs(a - b) <= wide * (1 + np.abs(b))).all())
+    wide = [min(10 * part, 2e-2) for part in tol]
+    return bool((np.abs(a - b) <= allowed(b, wide)).all())

@@ -5,11 +5,12 @@ guard against 0/0 or none, a division or a logarithm). `matching.py` compares th
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from flashref.check.faulty import (
+    STARTS,
     Attention,
     Backward,
     BlockSizes,
@@ -45,21 +46,33 @@ class Mistake:
     lesson: str  #: where to read again: number of the lesson
     where: str  #: what to look for in that lesson
     forms: dict = field(repr=False)  #: check -> functions (case, given) -> answer
+    #: check -> (lesson, what to look for), where a learner comes before `lesson`; "attention in
+    #: full" is an attention that takes no block sizes
+    nearer: dict = field(default_factory=dict, repr=False)
 
     @property
     def checks(self):
         """The checks in which it can be named."""
         return tuple(self.forms)
 
-    @property
-    def read_again(self):
-        """The place in the lessons, in words."""
-        return f"lesson {self.lesson} (notebooks/{LESSONS[self.lesson]}.ipynb), {self.where}"
+    def read_again(self, check, in_full=False):
+        """Return the place in the lessons, in words, for those who did the exercise of a check."""
+        place = self.nearer.get(check, (self.lesson, self.where))
+        if in_full:
+            place = self.nearer.get(f"{check} in full", place)
+        lesson, where = place
+        return f"lesson {lesson} (notebooks/{LESSONS[lesson]}.ipynb), {where}"
 
 
 def _forward(*forms):
     """Return attention's forms; a block-sparse attention can go wrong in the same ways."""
     return {"attention": forms, "block_sparse_attention": forms}
+
+
+def _forward_place(lesson, where):
+    """Return a nearer place to read again, for all checks of a forward pass."""
+    checks = ("online_softmax", "attention", "block_sparse_attention")
+    return dict.fromkeys(checks, (lesson, where))
 
 
 FILLS = (-1e4, -1e5, -1e6, -1e9, -1e10, -1e30, *(float(np.finfo(t).min) for t in ("f4", "f8")))
@@ -84,6 +97,11 @@ def _online(**switches):
     return [OnlineSoftmax(**switches, guard=guard) for guard in ("no", "l", "zeros")]
 
 
+def _rows(*forms):
+    """Return softmaxes that give 0 in a row whose sum is 0, and the same ones that give 0/0."""
+    return [replace(form, guard=guard) for form in forms for guard in (True, False)]
+
+
 CATALOGUE = (
     Mistake(
         "no_max_subtraction",
@@ -93,7 +111,7 @@ CATALOGUE = (
         "from every score of a row without changing its softmax?",
         "02", "the experiment that slides a constant over the scores",
         {
-            "softmax": [Softmax(shift="none"), Softmax(shift="none", by_log=True)],
+            "softmax": _rows(Softmax(shift="none"), Softmax(shift="none", by_log=True)),
             "online_softmax": _online(start=0.0, maximum="none"),
             **_forward(
                 Attention(maximum="none"), Attention(maximum="none", guard="l"),
@@ -107,8 +125,8 @@ CATALOGUE = (
         "Print the sums of your weights along both axes for a matrix with two rows.",
         "01", "the rows of P",
         {
-            "softmax": [Softmax(over="column"), Softmax(over="first")],
-            "online_softmax": [Softmax(over="column"), Softmax(over="first")],
+            "softmax": _rows(Softmax(over="column"), Softmax(over="first")),
+            "online_softmax": _rows(Softmax(over="column"), Softmax(over="first")),
             "attention": [ColumnAttention(), ColumnAttention(axis=0)],
         },
     ),
@@ -122,6 +140,10 @@ CATALOGUE = (
             "online_softmax": [OnlineSoftmax(divide=False)],
             **_forward(Attention(divide=False)),
         },
+        nearer={
+            "softmax": ("02", "“Scores become shares”"),
+            "attention in full": ("01", "the rows of P"),
+        },
     ),
     Mistake(
         "max_starts_at_zero",
@@ -129,16 +151,18 @@ CATALOGUE = (
         "Run your code by hand on the scores -1000 and -1001. What is m after the first block?",
         "03", "the experiment with scores around -200",
         {
-            "softmax": [Softmax(shift="max or 0")],
+            "softmax": _rows(Softmax(shift="max or 0")),
             "online_softmax": _online(start=0.0),
             **_forward(Attention(start=0.0), Attention(start=0.0, guard="l")),
         },
+        nearer={"softmax": ("02", "“Rows that should be easy”")},
     ),
     Mistake(
         "no_rescale_l",
         "When a new maximum appears, the old sum l is still measured against the old one.",
         "Take the scores 1, 2 and then 3, 10 in two blocks. Against which maximum was l measured "
-        "after the first block, and against which after the second?",
+        "after the first block, and against which after the second? If you wrote a factor: is it "
+        "always 1?",
         "03", "the factor on the old part",
         {
             "online_softmax": _online(rescale="no"),
@@ -156,7 +180,8 @@ CATALOGUE = (
     Mistake(
         "no_rescale_both",
         "Neither l nor the output is corrected when the running maximum changes.",
-        "Swap the two blocks of keys. Why does your answer change, and when does it not?",
+        "Swap the two blocks of keys. Why does your answer change, and when does it not? If you "
+        "wrote a factor: is it always 1? A slice is a view: it shows what was written since.",
         "03", "the factor on the old part",
         _forward(Attention(rescale_l="no", rescale_o="no")),
     ),
@@ -179,6 +204,7 @@ CATALOGUE = (
             "online_softmax": _online(rescale="inverted"),
             **_forward(Attention(rescale_l="inverted", rescale_o="inverted")),
         },
+        nearer=_forward_place("03", "“Break it: the state”"),
     ),
     Mistake(
         "block_softmax_summed",
@@ -197,6 +223,7 @@ CATALOGUE = (
             "online_softmax": [*_online(tail="zero"), *_online(tail="unseen")],
             **_forward(Attention(tail_keys="dropped")),
         },
+        nearer={"online_softmax": ("03", "“Any order, any blocks”")},
     ),
     Mistake(
         "tail_keys_zero_padded",
@@ -291,6 +318,7 @@ CATALOGUE = (
         "Which score has a weight of exactly 0?",
         "10", "0 in place of -inf (erratum 26)",
         {"attention": [Attention(fill=0.0)]},
+        nearer={"attention": ("09", "which keys a query may see")},
     ),
     Mistake(
         "empty_row_nan",
@@ -302,6 +330,7 @@ CATALOGUE = (
             "block_sparse_attention": EMPTY,
             "attention_backward": [Backward(guard=False), Backward(guard=False, skip=True)],
         },
+        nearer={"attention": ("02", "“The row that sees nothing”")},
     ),
     Mistake(
         "no_inf_guard",
@@ -333,9 +362,13 @@ CATALOGUE = (
         "log Σ exp(s): write it with m and l = Σ exp(s - m).",
         "03", "the column L of the worked table",
         {
-            "softmax": [Softmax(lse="no maximum")],
-            "online_softmax": [Softmax(lse="no maximum")],
+            "softmax": _rows(Softmax(lse="no maximum")),
+            "online_softmax": _rows(Softmax(lse="no maximum")),
             **_forward(Attention(lse="no maximum")),
+        },
+        nearer={
+            check: ("02", "“One number that remembers a row”")
+            for check in ("softmax", "online_softmax")
         },
     ),
     Mistake(
@@ -357,7 +390,9 @@ CATALOGUE = (
         "Add the sums, not their logarithms.",
         "lse is log Σ exp. What is the Σ exp of both parts together?",
         "03", "merging two parts",
-        {"merge_attention": [Merge(lse_added=True)]},
+        {"merge_attention": [
+            Merge(lse_added=True), Merge(lse_added=True, weights="from lse"),
+        ]},
     ),
     Mistake(
         "merge_base2",
@@ -499,7 +534,7 @@ SHIFTED = {
 
 
 def _softmax(*forms):
-    return {"softmax": forms, "online_softmax": forms}
+    return {"softmax": _rows(*forms), "online_softmax": _rows(*forms)}
 
 
 def _shifted(shift, text):
@@ -539,7 +574,7 @@ def _lse(lse, text):
         "Work out log Σ exp(s) for the scores 1 and 1 with m = 1 and l = 2, and compare.",
         "03",
         "the column L of the worked table",
-        _forward(Attention(lse=lse)),
+        _forward(Attention(lse=lse), Attention(lse=lse, guard="l")),
     )
 
 
@@ -610,7 +645,48 @@ DESCRIBED = (
             Softmax(keepdims=kept) for kept in ((False, False), (True, False), (False, True))
         )),
     ),
+    Mistake(
+        "",
+        "The sums run along axis 1. That is the last axis of a matrix, but not of an array with "
+        "three axes; rows lie along the last one.",
+        "Which number, counted from the end, has the last axis of any array?",
+        "02", "“A row for each query”",
+        _softmax(Softmax(over="second")),
+    ),
+    Mistake(
+        "",
+        "A row of nothing but -inf must give 0, not 0/0: it takes nothing from anybody.",
+        "What are the maximum and the sum of the row [-inf, -inf]? What is -inf - (-inf), and what "
+        "is 0/0?",
+        "02", "“The row that sees nothing”",
+        {"softmax": [Softmax(guard=False)], "online_softmax": [OnlineSoftmax(guard="no")]},
+    ),
+    Mistake(
+        "",
+        "A row of nothing but -inf came out as a mean: a finite number stands in for -inf "
+        "somewhere.",
+        "What does your code subtract from the scores of the row [-inf, -inf], and what is left of "
+        "them?",
+        "02", "“The row that sees nothing”",
+        {"softmax": [Softmax(fill=-1e30)], "online_softmax": [Softmax(fill=-1e30)]},
+    ),
+    Mistake(
+        "",
+        "-inf - (-inf) is NaN: a score, or a whole block, may be masked before the first one that "
+        "counts.",
+        "Follow m through the scores -inf, 1, 2, 3, one by one. What is m - m_new after the first?",
+        "03", "“The finished algorithm”",
+        {"online_softmax": _online(step_guard=False)},
+    ),
     *(_shifted(shift, text) for shift, text in SHIFTED.items()),
+    Mistake(
+        "",
+        "The scores are multiplied by ln 2 = 0.6931. The factor that makes powers of 2 into powers "
+        "of e is its inverse, log₂e = 1.4427.",
+        "e = 2^y. Is y larger or smaller than 1?",
+        "02", "exercise 5",
+        _softmax(Softmax(base=2 ** math.log(2))),
+    ),
     Mistake(
         "",
         "These are powers of 2, not of e: the scores lack the factor log₂e = 1.4427.",
@@ -676,6 +752,27 @@ DESCRIBED = (
     ),
     Mistake(
         "",
+        "The new part is measured against the old maximum. It belongs on the new one, like "
+        "everything that is gathered from now on.",
+        "m is 1, and the score 3 comes. What does your exp get, and what is the share of a score "
+        "that is the maximum?",
+        "03", "“A running state”",
+        {"online_softmax": _online(p_against="old")},
+    ),
+    Mistake(
+        "",
+        "Each block brings its own maximum as the new m, even where it is smaller than the old "
+        "one. On paper that is right; but the factor exp(m - m_new) is then larger than 1, and "
+        "overflows where the maximum falls by more than 709.",
+        "Take the blocks [1000, 999] and [0]. What is your factor when the second one comes?",
+        "03", "“Break it: the maximum”",
+        {
+            "online_softmax": _online(maximum="block"),
+            **_forward(Attention(maximum="block")),
+        },
+    ),
+    Mistake(
+        "",
         "The old part is measured against the running maximum, the new block against its own.",
         "The first block holds 10, the second 3. Which maximum belongs into the exp of the second?",
         "03", "m_block and m in the worked table",
@@ -689,7 +786,7 @@ DESCRIBED = (
         "The correction factor is upside down for one of l and the output, and right for the "
         "other.",
         "The maximum rises from 2 to 10. Are both of your factors smaller than 1?",
-        "08", "the factor printed upside down in the paper (line 10)",
+        "03", "“Break it: the state” (and lesson 08, the factor printed upside down in the paper)",
         _forward(Attention(rescale_o="inverted"), Attention(rescale_l="inverted")),
     ),
     Mistake(
@@ -703,6 +800,39 @@ DESCRIBED = (
     ),
     Mistake(
         "",
+        "The output so far is multiplied by the new l before the next share is added; it was "
+        "divided by the old one.",
+        "Print l before and after the line that writes it. Is what you call the old l still the "
+        "old one? A slice is a view: it shows what was written since.",
+        "03", "“The output joins in”",
+        _forward(
+            Attention(new_l=True), Attention(new_l=True, rescale_l="no", rescale_o="no"),
+        ),
+    ),
+    Mistake(
+        "",
+        "m, l and the output are not started anew for each block of queries: its rows go on with "
+        "the state of other rows.",
+        "Print m at the start of the second block of queries. What has that block seen so far?",
+        "08", "“One block of queries”",
+        _forward(Attention(kept_state=True)),
+    ),
+    Mistake(
+        "",
+        "Neither the last, shorter block of keys nor that of queries is ever visited.",
+        "How many blocks do 5 rows make in blocks of 2, and how many are there in your code?",
+        "04", "“Cut into blocks”",
+        _forward(Attention(tail_keys="dropped", tail_queries="dropped")),
+    ),
+    Mistake(
+        "",
+        "Each block lacks its last row: a slice ends before its second number.",
+        "Print list(range(6))[0:3]. Which rows does your first block of 3 hold?",
+        "04", "“Cut into blocks”",
+        _forward(Attention(short="both"), Attention(short="keys")),
+    ),
+    Mistake(
+        "",
         "Masked weights are set to 0 after the softmax, so the others no longer sum to 1.",
         "Print the sum of each row of your weights after the mask.",
         "09", "which keys a query may see",
@@ -713,6 +843,59 @@ DESCRIBED = (
     _scaled("1/√n", "1/√n, n the number of keys, where 1/√d belongs"),
     _scaled("1/√d_v", "1/√d_v, the width of v, where 1/√d belongs"),
     _scaled("1/√d_model", "1/√(heads · d) where 1/√d, the width of one head, belongs"),
+    Mistake(
+        "",
+        "The default scale stands where 0, or a negative scale, was asked for.",
+        "No scale given, and a scale of 0: does your code tell the two apart?",
+        "01", "the scale 1/√d",
+        {
+            **_forward(Attention(scale="0 is none"), Attention(scale="negative too")),
+            "attention_backward": [Backward(scale="0 is none"), Backward(scale="negative too")],
+        },
+    ),
+    Mistake(
+        "",
+        "The maximum is that of q · k, and the scale comes after it: with a negative scale that is "
+        "the smallest score of a row.",
+        "The products are 1 and 2, the scale is -1. Which score is the largest, and which one do "
+        "you subtract?",
+        "02", "the experiment that slides a constant over the scores",
+        _forward(MatrixAttention(shift="unscaled"), Attention(unscaled_max=True)),
+    ),
+    Mistake(
+        "",
+        "The maximum starts at a finite number: rows whose scores all lie far below it vanish, and "
+        "0/0 is left.",
+        "What is the maximum of nothing? Run your code by hand on the scores -20000 and -20001. "
+        "What is m after the first block?",
+        "03", "the experiment with scores around -200",
+        {
+            "softmax": [Softmax(shift=f"max or {start}", guard=False) for start in STARTS],
+            "online_softmax": [
+                form for start in STARTS for form in _online(start=float(start))
+            ],
+            **_forward(*(
+                Attention(start=float(start), guard=guard)
+                for start in STARTS for guard in ("seen", "l")
+            )),
+        },
+        nearer={"softmax": ("02", "“Rows that should be easy”")},
+    ),
+    Mistake(
+        "",
+        "The number of a query head is divided by the number of key heads. It belongs divided by "
+        "the number of query heads that share one.",
+        "There are 6 query heads and 3 key heads: how many query heads share a key head? Write "
+        "down which key head each one reads, and which one it reads in your code.",
+        "09", "grouped heads (`repeat`, not `tile`)",
+        {
+            **_forward(Attention(heads="by key heads")),
+            "attention_backward": [
+                Backward(heads="by key heads"),
+                Backward(heads="by key heads", gather="by key heads"),
+            ],
+        },
+    ),
     Mistake(
         "",
         "Only the share of the last key is left in o: every share takes the place of the one "
@@ -753,7 +936,10 @@ DESCRIBED = (
         "last query does not see its first key.",
         TILE_CORNERS,
         "09", "full, partial and empty tiles",
-        _forward(Attention(tiles="by its first query")),
+        _forward(*(
+            Attention(tiles=rule)
+            for rule in ("by its first query", "one key early", "one key early, full")
+        )),
     ),
     Mistake(
         "",
@@ -777,6 +963,7 @@ DESCRIBED = (
         "What does a part with that lse weigh, exp(lse), when it is merged with another one?",
         "09", "a row with no key",
         _forward(Attention(empty_lse=0.0), Attention(empty_lse=math.inf)),
+        nearer={"attention": ("02", "“One number that remembers a row”")},
     ),
     _lse("base 2 of l", "m + log₂ l: one part is natural, the other in base 2"),
     _lse("maximum", "m alone; the sum l is missing"),
@@ -793,8 +980,9 @@ DESCRIBED = (
         "away from both first?",
         "03", "merging two parts",
         {"merge_attention": [
-            Merge(guard=guard, maximum=False, guard_lse=lse)
+            Merge(guard=guard, maximum=False, guard_lse=lse, weights=weights)
             for guard in (False, True) for lse in (False, True)
+            for weights in ("right", "from lse")
         ]},
     ),
     Mistake(
@@ -816,7 +1004,10 @@ DESCRIBED = (
         "The parts are weighed by lse itself; lse is the logarithm of a weight.",
         "lse may be negative, or 0. What would a weight of 0 mean for a part that saw a key?",
         "03", "merging two parts",
-        {"merge_attention": [Merge(weights="lse", lse=lse) for lse in ("right", "larger")]},
+        {"merge_attention": [
+            *(Merge(weights="lse", lse=lse) for lse in ("right", "larger")),
+            Merge(weights="share of lse"),
+        ]},
     ),
     Mistake(
         "",
@@ -1071,6 +1262,16 @@ DESCRIBED = (
         "O is written once, and never read: FlashAttention-2 gathers it in fast memory.",
         "Where does O_i live while the inner loop runs?",
         Traffic(output_read=True), Traffic(output_read=True, lse=0),
+    ),
+    _counted(
+        "d stands where d_v belongs: a row of V, or of O, holds d_v numbers.",
+        "Take d = 8 and d_v = 5. How many numbers does a row of V hold, and how many one of O?",
+        *(Traffic(width=width) for width in ("both", "loads", "stores")),
+    ),
+    _counted(
+        "The last, shorter block counts as if it were full: it moves only the rows that it has.",
+        "How many rows of K are there in the blocks of 2 of 5 keys, all together?",
+        *(Traffic(full=full) for full in ("keys", "queries", "both")),
     ),
     _counted(
         "The stores lack O.",

@@ -33,6 +33,12 @@ SCOPES = {  # what a function is right for that refuses a size
     "batch and heads": " for one head",
     "fewer key heads than query heads": " where each query head has a key head of its own",
     "d_v ≠ d": " for d_v = d",
+    **{
+        f"{mask} with n_q {sign} n_k": f" with {mask} where n_q = n_k"
+        for mask in ("causal", "a window")
+        for sign in "<>"
+    },
+    "a scale of 0 or below": " for scales above 0",
 }
 MATTER = ("causal", "scale", "window", "mask")  #: options that an exercise may be about
 
@@ -145,7 +151,12 @@ class Report:
     def to_dict(self):
         """Return everything as what JSON knows; numbers that are not finite become words."""
         about = [
-            {"id": m.id or None, "sentence": m.sentence, "hint": m.hint, "read_again": m.read_again}
+            {
+                "id": m.id or None,
+                "sentence": m.sentence,
+                "hint": m.hint,
+                "read_again": self._read_again(m),
+            }
             for m in self.mistakes
         ]
         partly, explained = self.partly
@@ -196,6 +207,7 @@ class Report:
             "not_understood": "I do not know how to call this.",
             "changed": "the numbers are right, but an argument is changed.",
             "given_back": "the numbers are right, but not in a new array.",
+            "unused": "the counts are right, but what is loaded is not what is used.",
         }.get(kind)
         if what is None and kind == "error" and not n:
             what = "stopped by an error."
@@ -238,7 +250,7 @@ class Report:
         for text, sizes in told.items():
             names = ", ".join(SIZES.get(size, size) for size in sizes)
             error = self.refusals.get(sizes[0])
-            if _meant(error):
+            if meant(error):
                 said = _shortened(text.partition(": ")[2] or text)
                 yield "text", "Not checked", f"{names}; {self.function} refuses them (“{said}”)."
                 continue
@@ -260,7 +272,7 @@ class Report:
         for mistake in self.mistakes[:1]:
             yield "text", f"It looks like {mistake.id or 'this'}", mistake.sentence
             yield "text", "To think about", mistake.hint
-            yield "text", "To read again", mistake.read_again
+            yield "text", "To read again", self._read_again(mistake)
         for mistake in self.mistakes[1:3]:
             yield "text", f"{mistake.id or 'This'} would give the same", mistake.sentence
         if self.mistakes:
@@ -269,8 +281,8 @@ class Report:
         if mistake is not None:
             wrong = len(self.failures)
             why = (
-                f"That explains {explained} of {wrong} wrong answers, so something else is wrong "
-                f"too."
+                f"That explains {explained} of {wrong} wrong answers; the others may have the same "
+                f"cause, or another one."
                 if explained < wrong
                 else f"It would give the wrong numbers that are shown, in all {wrong} wrong cases, "
                 f"but elsewhere it would give others than yours: look for something like it."
@@ -283,12 +295,16 @@ class Report:
                 f"{mistake.sentence} {why}",
             )
             yield "text", "To think about", mistake.hint
-            yield "text", "To read again", mistake.read_again
+            yield "text", "To read again", self._read_again(mistake)
         if self.failures[0].kind in ("value", "nan"):
             if mistake is None:
                 yield "text", "", "No mistake that I know gives these numbers."
         if self.clues:
             yield "sentences", "What can be said", self.clues
+
+    def _read_again(self, mistake):
+        in_full = {"block_q", "block_k", "block"} <= set(self.not_asked)
+        return mistake.read_again(self.check, in_full)
 
 
 # --- showing ------------------------------------------------------------------------------------
@@ -306,7 +322,7 @@ def _shortened(text, most=90):
     return text if len(text) <= most else f"{text[:most].rstrip()} ..."
 
 
-def _meant(error):
+def meant(error):
     """Whether an error is a refusal that the learner wrote, by `raise` or `assert`."""
     lines = getattr(error, "lines", None)
     return bool(lines) and bool(re.search(r"(^|:\s*)(raise|assert)\b", lines[-1]["line"]))
@@ -366,13 +382,13 @@ def _table(failure):
             for label, a, b in zip(COUNTS[name], right, got, strict=True)
         ]
         return ("", "expected", "yours", ""), rows
-    bad = wrong_places(got, right, tolerance(failure.case))
+    bad = wrong_places(got, right, tolerance(failure.case, name))
     places = _places(right.shape, worst)
     rows = []
     for place in places:
         label = f"{name}[{', '.join(map(str, place))}]"
         mark = "wrong" if bad[place] else ""
-        pair = (number(shown_number(x, place)) for x in (right, got))
+        pair = (number(shown_number(x, place, right)) for x in (right, got))
         rows.append((label, *pair, mark))
         if place == worst:
             rows[-1] = (*rows[-1][:3], "wrong, and here most" if bad.sum() > 1 else "wrong")

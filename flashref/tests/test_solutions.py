@@ -120,6 +120,7 @@ SABOTAGES = [
     ("03_online_softmax", "for x in stream:", "for x in list(stream):"),
     ("03_online_softmax", "np.where(np.isneginf(lse), 0, lse)", "lse"),
     ("04_flash1_forward", "range(0, n, size)", "range(0, n - size + 1, size)"),
+    ("04_flash1_forward", "range(0, n, size)", "range(0, n + 1, size)"),  # an empty block
     (
         "04_flash1_forward",
         "(old[:, None] * o[rows] + p",

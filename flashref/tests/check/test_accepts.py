@@ -162,6 +162,34 @@ def test_rows_of_minus_infinity_are_spoken_of(name, guarded, words):
     assert words in str(report).replace("\n  ", " ")
 
 
+@pytest.mark.parametrize("nothing", [lambda x: [0] * len(x), lambda x: np.zeros(len(x), int)])
+@pytest.mark.parametrize("name", ["softmax", "online_softmax"])
+def test_whole_numbers_are_right_where_the_answer_is_whole(name, nothing):
+    def softmax(x):
+        assert x.ndim == 1, "one row"
+        return nothing(x) if max(x) == -np.inf else correct.softmax_of_rows(x)
+
+    report = getattr(check, name)(softmax)
+    assert "Right too, though not asked: scores of -inf" in str(report)
+    report = getattr(check, name)(softmax, masked=True)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("softmax", flashref.safe_softmax),
+        ("online_softmax", flashref.online_softmax),
+        ("online_softmax", lambda x: flashref.safe_softmax(x)),
+    ],
+)
+def test_masked_rows_are_asked_for_on_demand(name, function):
+    report = getattr(check, name)(function, masked=True)
+    assert report.passed, report
+    assert {"[-inf, -inf]", "rows, one of them all -inf"} <= set(report.right)
+    assert not report.notes
+
+
 def test_a_row_of_minus_infinity_that_raises_is_spoken_of_too():
     def softmax(x):
         if np.isneginf(x).all():
@@ -199,6 +227,131 @@ def test_a_wrong_shape_is_no_refusal():
     report = check.attention(of_one_width)
     assert not report.passed
     assert "o has shape (2, 4); it should be (2, 2)" in str(report)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+def causal_of_squares(refuse):
+    """Return an attention that calls refuse(q, k) where a causal one has n_q ≠ n_k."""
+
+    def attention(q, k, v, causal=False):
+        if causal and q.shape[-2] != k.shape[-2]:
+            refuse(q, k)
+        return correct.grouped_heads(q, k, v, causal)
+
+    return attention
+
+
+def by_assert(q, k):
+    assert q.shape == k.shape, "as many queries as keys"
+
+
+def by_name(q, k):
+    n_q, n_k = q.shape[-2], k.shape[-2]
+    assert n_q == n_k
+
+
+def by_value_error(q, k):
+    raise ValueError("as many queries as keys")
+
+
+def not_written(q, k):
+    raise NotImplementedError("as many queries as keys")
+
+
+@pytest.mark.parametrize("refuse", [by_assert, by_name, by_value_error, not_written])
+def test_causal_may_refuse_other_than_squares(refuse):
+    report = check.attention(causal_of_squares(refuse))
+    assert report.passed, report
+    assert list(report.not_checked) == ["causal with n_q < n_k", "causal with n_q > n_k"]
+    text = str(report).replace("\n  ", " ")
+    assert text.startswith("attention: right with causal where n_q = n_k. ")
+    assert "Not checked: causal with n_q < n_k" in text
+    if refuse is by_value_error:  # pytest puts numbers into the text of an assert
+        assert "causal with n_q > n_k; attention refuses them (“as many queries as keys”)" in text
+
+
+def test_the_backward_pass_may_refuse_other_than_squares_too():
+    def attention_backward(do, q, k, v, causal=False):
+        if causal and len(q) != len(k):
+            raise NotImplementedError("n_q = n_k only")
+        return correct.gradients_of_groups(do, q, k, v, causal)
+
+    report = check.attention_backward(attention_backward)
+    assert report.passed, report
+    assert list(report.not_checked) == ["causal with n_q < n_k", "causal with n_q > n_k"]
+
+
+def test_more_queries_than_keys_may_be_refused_alone():
+    def refuse(q, k):
+        if q.shape[-2] > k.shape[-2]:
+            raise ValueError("more queries than keys")
+
+    report = check.attention(causal_of_squares(refuse))
+    assert report.passed
+    assert list(report.not_checked) == ["causal with n_q > n_k"]
+
+
+def by_accident(q, k):
+    return q + k
+
+
+def by_a_test_of_the_answer(q, k):
+    weights = np.zeros(3)
+    assert weights.sum() == 1
+
+
+def by_another_error(q, k):
+    raise KeyError("as many queries as keys")
+
+
+@pytest.mark.parametrize("refuse", [by_accident, by_a_test_of_the_answer, by_another_error])
+def test_an_accident_is_no_refusal(refuse):
+    report = check.attention(causal_of_squares(refuse))
+    assert not report.passed
+    assert report.failures[0].kind == "error"
+    assert report.not_checked == {}
+
+
+def test_what_is_refused_on_squares_too_is_not_refused_but_missing():
+    def attention(q, k, v, causal=False):
+        if causal:
+            raise NotImplementedError("comes in lesson 09")
+        return correct.attention_of_matrices(q, k, v)
+
+    report = check.attention(attention)
+    assert not report.passed
+    assert report.not_checked == {}
+
+
+def test_a_scale_of_0_or_below_may_be_refused():
+    def attention(q, k, v, scale=None):
+        if scale is not None and scale <= 0:
+            raise ValueError(f"{scale=} must be positive")
+        return correct.attention_of_matrices(q, k, v, scale=scale)
+
+    report = check.attention(attention)
+    assert report.passed, report
+    assert "a scale of 0 or below" in report.not_checked
+    assert "for scales above 0" in str(report)
+
+
+def test_some_groups_of_heads_may_be_refused_but_not_by_accident():
+    def attention(q, k, v, refuse=False):
+        if q.ndim == 2 or q.shape[-3] == k.shape[-3]:
+            return correct.attention_of_matrices(q, k, v)
+        if refuse and q.shape[-3] != 2 * k.shape[-3]:
+            raise ValueError("two query heads to a key head")
+        k, v = np.repeat(k, 2, axis=-3), np.repeat(v, 2, axis=-3)
+        return correct.attention_of_matrices(q, k, v)
+
+    report = check.attention(lambda q, k, v: attention(q, k, v, refuse=True))
+    assert report.passed
+    assert "fewer key heads than query heads" in report.not_checked
+    report = check.attention(lambda q, k, v: attention(q, k, v))
+    assert not report.passed
+    assert [failure.title for failure in report.failures] == ["6 query heads on 2 key heads"]
 
 
 def test_small_leaves_out_the_large_cases():

@@ -70,6 +70,7 @@ def test_every_spelling_is_known(role, name):
         ("dO", "Q", "K", "V", "O", "L"),
         ("dout", "query", "key", "value", "out", "LSE"),
         ("grad_output", "q", "k", "v", "out", "lse"),
+        ("dout", "q", "k", "v", "out", "softmax_lse"),
     ],
 )
 def test_spellings_of_the_backward_pass(names):
@@ -215,14 +216,14 @@ def test_options_are_given_by_their_own_names():
     assert check.attention(flash).passed
     blocks = {(Br, Bc) for Br, Bc, *_ in given}
     assert {(2, 2), (1, 1), (8, 8), (3, 4)} <= blocks
-    assert {scale for *_, scale, _, _ in given} == {None, 0.3, 1.0}
+    assert {scale for *_, scale, _, _ in given} == {None, 0.3, 1.0, 0.0, -1.0}
     assert {causal for *_, causal, _ in given} == {False, True}
     assert {extra for *_, extra in given} == {"mine"}
 
 
 def test_required_options_are_always_given():
     def flash(q, k, v, scale, causal, window, mask, block_size, return_lse):
-        assert scale > 0
+        assert isinstance(scale, float)
         o, lse = flashref.standard_attention(
             q, k, v, scale=scale, causal=causal, window=window, mask=mask, return_lse=True
         )

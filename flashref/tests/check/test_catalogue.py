@@ -1,8 +1,10 @@
 """Every known mistake is rejected and named, whatever the style; and nothing else gets its name."""
 
 import inspect
+import re
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -217,7 +219,7 @@ def test_two_mistakes_at_once_get_no_single_name_but_are_spoken_of():
 
 
 def test_a_mistake_that_is_wrong_where_the_answer_is_right_is_only_resembled():
-    """It gives all wrong numbers, and would give some more: not "something else is wrong too"."""
+    """It gives all wrong numbers, and would give some more: there are no others to speak of."""
 
     def unscaled_up_to_five_keys(q, k, v):
         return flashref.standard_attention(q, k, v, scale=1.0 if k.shape[-2] < 6 else None)
@@ -227,7 +229,25 @@ def test_a_mistake_that_is_wrong_where_the_answer_is_right_is_only_resembled():
     assert report.partly == (mistakes.BY_ID["scale_missing"], len(report.failures))
     text = str(report).replace("\n  ", " ")
     assert "It resembles scale_missing" in text
-    assert "something else is wrong" not in text
+    assert "may have the same cause" not in text
+
+
+def test_part_of_it_is_no_mistake_that_would_spoil_what_is_right():
+    """Without the last tile of a row, causal tails look dropped; all other tails are there."""
+
+    def tiles_left_out(q, k, v, block_q, block_k, causal=False):
+        n_q, n_k = len(q), len(k)
+        mask = np.tri(n_q, n_k, n_k - n_q, dtype=bool) | (not causal)
+        for i in range(0, n_q if causal else 0, block_q):
+            rows = slice(i, min(i + block_q, n_q))
+            for j in range(0, n_k, block_k):
+                mask[rows, j : j + block_k] &= j == 0 or j < rows.stop - 1 + n_k - n_q
+        return flashref.standard_attention(q, k, v, mask=mask)
+
+    report = check.attention(tiles_left_out)
+    assert report.mistake is None
+    assert any("the last block is shorter" in title for title in report.right)
+    assert "tail_keys_dropped" not in str(report)
 
 
 def test_a_mistake_with_0_over_0_in_empty_rows_besides_keeps_its_name():
@@ -311,3 +331,35 @@ def test_texts_read_well():
         assert mistake.hint.endswith((".", "?"))
         assert inspect.cleandoc(mistake.hint) == mistake.hint
         assert mistake.lesson in mistakes.LESSONS
+
+
+LAST = {"softmax": "02", "online_softmax": "03", "merge_attention": "03", "attention": "09"}
+
+
+def test_nobody_is_sent_ahead():
+    """A place to read again is not later than the exercises of its check."""
+    for mistake in (*mistakes.CATALOGUE, *mistakes.DESCRIBED):
+        assert mistake.nearer.keys() <= {*mistake.checks, *(f"{c} in full" for c in mistake.checks)}
+        for name in mistake.checks:
+            lesson = mistake.read_again(name).split()[1]
+            assert lesson <= LAST.get(name, "10"), (name, mistake.sentence)
+    empty_row = mistakes.BY_ID["empty_row_nan"]
+    assert empty_row.read_again("attention").startswith("lesson 02")
+    undivided = mistakes.BY_ID["no_final_division"]
+    assert undivided.read_again("attention").startswith("lesson 03")
+    assert undivided.read_again("attention", in_full=True).startswith("lesson 01")
+
+
+def test_a_quoted_place_is_a_heading_of_its_lesson():
+    folder = Path(flashref.__file__).parents[1] / "notebooks"
+    if not folder.exists():
+        pytest.skip("installed without the lessons")
+    quoted = 0
+    for mistake in (*mistakes.CATALOGUE, *mistakes.DESCRIBED):
+        for name in mistake.checks:
+            place = mistake.read_again(name)
+            for heading in re.findall("“(.+?)”", place):
+                lesson = folder / re.search(r"notebooks/(\w+\.ipynb)", place)[1]
+                assert f"## {heading}" in lesson.read_text(encoding="utf-8"), place
+                quoted += 1
+    assert quoted > 10

@@ -9,7 +9,7 @@ import flashref
 from flashref import check
 from flashref.check import mistakes
 from flashref.tests.check.solutions import correct
-from flashref.tests.check.solutions.wrong import WRONG
+from flashref.tests.check.solutions.wrong import MASKED, WRONG
 
 
 def right(q, k, v, **options):
@@ -58,6 +58,11 @@ def with_heads_rolled(q, k, v):
     return np.roll(o, 1, axis=-3) if o.ndim > 2 else o
 
 
+def with_groups_turned(q, k, v):
+    shared = q.ndim > 2 and k.shape[-3] < q.shape[-3]
+    return right(q, k[..., ::-1, :, :], v[..., ::-1, :, :]) if shared else right(q, k, v)
+
+
 def with_a_key_forgotten(q, k, v):
     return right(q, k[..., :-1, :], v[..., :-1, :]) if k.shape[-2] > 3 else right(q, k, v)
 
@@ -74,6 +79,7 @@ ODDITIES = {  # function: a word of the report that tells what to look at
     with_heads_swapped: "Two axes have changed places",
     with_heads_reshaped: "A reshape does not swap axes",
     with_heads_rolled: "wrong order along axis 0",
+    with_groups_turned: "Wrong only with fewer key heads than query heads",
     with_a_key_forgotten: "attention without key 3",
     with_the_mask_turned: "the other way round",
 }
@@ -212,10 +218,82 @@ def test_an_assert_that_tests_an_answer_is_no_refusal():
     assert "d_v ≠ d" in report.not_checked
 
 
+@pytest.mark.parametrize(
+    ("name", "words", "function"), MASKED, ids=[f"{name}-{f.__name__}" for name, _, f in MASKED]
+)
+def test_rows_of_minus_infinity_are_asked_for_on_demand(name, words, function):
+    report = getattr(check, name)(function, masked=True)
+    assert not report.passed
+    assert words in one_line(report)
+    assert all("-inf" in failure.title for failure in report.failures)
+    assert getattr(check, name)(function).passed
+
+
+def test_a_sum_that_is_infinite_is_no_missing_write():
+    functions = {f.__name__: (name, f) for name, _, f in WRONG}
+    for label in ("nothing_where_it_is_large", "against_nothing"):
+        name, function = functions[label]
+        report = getattr(check, name)(function)
+        assert any("0 everywhere" in clue for clue in report.clues)
+        assert "written where it is returned from" not in one_line(report)
+
+    def without_lse(q, k, v, return_lse=False):  # the first call returns o alone
+        o = right(q, k, v)
+        return (o, 0 * o[..., 0]) if return_lse else o
+
+    assert "Your lse is 0 everywhere" in one_line(check.attention(without_lse))
+    report = check.softmax(lambda x: 0 * x)
+    assert "in every case. Is the result written where it is returned from?" in one_line(report)
+
+
+def test_what_was_not_asked_for_is_offered_to_nobody():
+    """Zeros would fit an lse without its maximum, and much else."""
+
+    def nothing_where_it_is_low(x):
+        return flashref.safe_softmax(x) * (x.max(axis=-1, keepdims=True) > -500)
+
+    report = check.softmax(nothing_where_it_is_low)
+    assert not report.passed
+    assert "lse" not in one_line(report)
+
+
+def test_what_is_right_is_blamed_on_nothing():
+    """Wrong weights of o would give that lse too; but o is right."""
+    function = dict((f.__name__, f) for _, _, f in WRONG)["larger_lse_where_exp_overflows"]
+    report = check.merge_attention(function)
+    assert report.partly[0].sentence.startswith("o is right; your lse is not")
+
+
+def test_weights_of_0_and_much_the_same_are_no_earlier_answer():
+    """Half of [-1000, -1002], after much lower scores, is [2000, 1999] after others."""
+    report = check.softmax(lambda x: flashref.safe_softmax(x / 2))
+    titles = {failure.title for failure in report.failures}
+    assert {"large scores that grow", "very negative scores that grow"} <= titles
+    assert "earlier call" not in one_line(report)
+
+
+def test_what_is_explained_in_part_may_have_one_cause():
+    def unscaled_up_to_five_keys(q, k, v, causal=False):
+        scale = 1.0 if k.shape[-2] < 6 else 0.7
+        return right(q, k, v, causal=causal, scale=scale)
+
+    report = check.attention(unscaled_up_to_five_keys)
+    assert report.partly[1] < len(report.failures)
+    assert "the others may have the same cause" in one_line(report)
+
+
+def test_a_factor_that_is_always_1_is_asked_for():
+    """`m_old = m[rows]` shows the new m as soon as that is written."""
+    function = dict((f.__name__, f) for _, _, f in WRONG)["old_m_as_a_view"]
+    assert "is it always 1? A slice is a view" in one_line(check.attention(function))
+
+
 def test_every_description_is_somebodys():
     described = set()
     for name, _, function in WRONG:
         described |= {m.sentence for m in getattr(check, name)(function).mistakes}
+    for name, _, function in MASKED:
+        described |= {m.sentence for m in getattr(check, name)(function, masked=True).mistakes}
     assert {m.sentence for m in mistakes.DESCRIBED} <= described
 
 
@@ -440,7 +518,8 @@ def test_a_result_that_is_no_answer_has_its_own_sentence(function, kind, words):
     [
         ("merge_attention", lambda o_a, lse_a, o_b, lse_b: o_a, "give back o, lse"),
         ("attention_backward", lambda do, q, k, v: q, "give back dq, dk, dv"),
-        ("softmax", lambda x: (x, x.max()), "It returned a tuple of 2 things; I can read p"),
+        ("softmax", lambda x: (x, x.max()), "It returned a tuple of 2 things; return p alone"),
+        ("merge_attention", lambda o_a, lse_a, o_b, lse_b: [o_a], "one thing; give back o, lse"),
         ("block_sizes", lambda M, d: M // (4 * d), "give back (B_r, B_c)"),
         ("block_sizes", lambda M, d: ("3", "9"), "give back two counts"),
         ("traffic", lambda n_q, n_k, d, block_q, block_k: 3, "give back (loads, stores)"),

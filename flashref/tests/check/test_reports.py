@@ -42,6 +42,16 @@ def test_the_arguments_of_a_failure_run_it_again():
     np.testing.assert_array_equal(again, failure.got["o"])
 
 
+def test_a_huge_wrong_number_makes_noise_of_no_other():
+    def merge(o_a, lse_a, o_b, lse_b):
+        o, lse = correct.merge_with_logaddexp(o_a, lse_a, o_b, lse_b)
+        return o, np.nan_to_num(lse)
+
+    text = str(check.merge_attention(merge))
+    assert re.search(r"lse\[0\] +-inf +-1\.7977e\+308 +wrong$", text, re.MULTILINE)
+    assert re.search(r"lse\[1\] +1\.4741 +1\.4741$", text, re.MULTILINE)
+
+
 def test_large_arrays_are_not_printed():
     text = str(check.attention(first_try.multi_head_attention))
     assert "q: 3 × 5 × 4 numbers" in text

@@ -1147,6 +1147,129 @@ def counted_in_loops(n_q, n_k, d, d_v, block_q, block_k):
     return loads, stores
 
 
+# --- heads that share keys, scales of any sign, and ways to load --------------------------------
+
+
+@solves(SOFTMAX, ONLINE)
+def softmax_by_lse_in_float32(x):
+    s = np.float32(x)
+    top = s.max(axis=-1, keepdims=True)
+    lse = top + np.log(np.exp(s - top).sum(axis=-1, keepdims=True))
+    return np.exp(s - lse)
+
+
+@solves(ATTENTION)
+def attention_by_lse_in_float32(q, k, v, causal=False, scale=None):
+    q, k, v = np.float32(q), np.float32(k), np.float32(v)
+    S = q @ k.swapaxes(-1, -2) * np.float32(q.shape[-1] ** -0.5 if scale is None else scale)
+    n_q, n_k = S.shape[-2:]
+    S = np.where(np.tri(n_q, n_k, n_k - n_q, dtype=bool) | (not causal), S, np.float32(-INF))
+    top = S.max(axis=-1, keepdims=True, initial=-INF)
+    total = np.exp(S - np.where(np.isinf(top), 0, top)).sum(axis=-1, keepdims=True)
+    lse = np.where(total == 0, -INF, top + np.log(np.where(total == 0, 1, total)))
+    return np.exp(S - np.where(np.isinf(lse), 0, lse)) @ v, lse[..., 0]
+
+
+@solves(ATTENTION)
+def attention_by_powers_of_two_in_float32(q, k, v, sm_scale=None):
+    tau = q.shape[-1] ** -0.5 if sm_scale is None else sm_scale
+    q, k, v = np.float32(q * tau), np.float32(k), np.float32(v)
+    S = q @ k.swapaxes(-1, -2) * np.float32(math.log2(math.e))
+    top = S.max(axis=-1, keepdims=True)
+    P = np.exp2(S - top)
+    l = P.sum(axis=-1, keepdims=True)
+    return P @ v / l, ((top + np.log2(l)) * np.float32(math.log(2)))[..., 0]
+
+
+@solves(ATTENTION)
+def grouped_heads_one_by_one(q, k, v, causal=False, softmax_scale=None):
+    if q.ndim == 2:
+        return attention_of_matrices(q, k, v, causal, softmax_scale)
+    batch, n_heads, n_kv = len(q), q.shape[1], k.shape[1]
+    o = np.empty((*q.shape[:3], v.shape[3]))
+    for b, h in itertools.product(range(batch), range(n_heads)):
+        shared = h * n_kv // n_heads
+        o[b, h] = attention_of_matrices(q[b, h], k[b, shared], v[b, shared], causal, softmax_scale)
+    return o
+
+
+@solves(ATTENTION)
+def grouped_heads_by_an_axis_of_their_own(q, k, v, scale=None):
+    if q.ndim < 4:
+        return attention_of_matrices(q, k, v, scale=scale)
+    groups = q.reshape(len(q), k.shape[1], -1, *q.shape[2:])
+    o = attention_of_matrices(groups, k[:, :, None], v[:, :, None], scale=scale)
+    return o.reshape(*q.shape[:3], -1)
+
+
+@solves(BACKWARD)
+def gradients_of_groups_in_loops(do, q, k, v, out, softmax_lse, softmax_scale=None):
+    if q.ndim == 2:
+        return gradients_of_matrices(do, q, k, v, scale=softmax_scale)
+    group = q.shape[-3] // k.shape[-3]
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for *lead, h in np.ndindex(q.shape[:-2]):
+        i, j = (*lead, h), (*lead, h // group)
+        share = gradients_of_matrices(do[i], q[i], k[j], v[j], scale=softmax_scale)
+        dq[i] = share[0]
+        dk[j] += share[1]
+        dv[j] += share[2]
+    return dq, dk, dv
+
+
+@solves(ATTENTION)
+def flash_with_a_scale_and_its_lse(q, k, v, scale=None, Bc=3):
+    tau = 1 / math.sqrt(q.shape[1]) if scale is None else scale
+    O, L = np.zeros((len(q), v.shape[1])), np.full(len(q), -INF)
+    for j in range(0, len(k), Bc):
+        S = tau * (q @ k[j : j + Bc].T)
+        L_j = np.log(np.exp(S - S.max(1, keepdims=True)).sum(1)) + S.max(1)
+        O, L = merge_with_logaddexp(O, L, np.exp(S - L_j[:, None]) @ v[j : j + Bc], L_j)
+    return O, L
+
+
+@solves(TRAFFIC)
+def flash_2_on_transposed_copies(q, k, v, block_q, block_k, memory):
+    K_T = np.ascontiguousarray(k.T, dtype=np.float32)
+    V, out = v.copy(), []
+    o, lse = np.zeros((len(q), v.shape[1])), np.zeros(len(q))
+    for i in range(0, len(q), block_q):
+        rows = np.arange(i, min(i + block_q, len(q)))
+        Q_i = memory.load("queries", q, rows)
+        O_i, L_i = np.zeros((len(rows), v.shape[1])), np.full(len(rows), -INF)
+        for j in range(0, len(k), block_k):
+            S = Q_i @ memory.load("K_T", K_T, (slice(None), slice(j, j + block_k)))
+            S = S / math.sqrt(q.shape[1])
+            lse_j = np.logaddexp.reduce(S, axis=1)
+            V_j = memory.load("values", V, slice(j, j + block_k))
+            O_i, L_i = merge_with_logaddexp(O_i, L_i, np.exp(S - lse_j[:, None]) @ V_j, lse_j)
+        memory.store("O", o, rows, O_i)
+        memory.store("L", lse, rows, L_i.tolist())
+        out.append(O_i)
+    return np.concatenate(out)
+
+
+@solves(TRAFFIC)
+def flash_1_divided_at_the_end(Q, K, V, Br, Bc, memory):
+    Q, N = Q / math.sqrt(Q.shape[1]), len(Q)
+    O, l, m = np.zeros((N, V.shape[1])), np.zeros(N), np.full(N, -INF)
+    for name, array in {"O": O, "l": l, "m": m}.items():
+        memory.store(name, array, slice(None), array.copy())
+    for j in range(0, len(K), Bc):
+        K_j, V_j = (memory.load(*x, slice(j, j + Bc)) for x in (("K", K), ("V", V)))
+        for i in range(0, N, Br):
+            r = slice(i, i + Br)
+            Q_i, O_i = memory.load("Q", Q, r), memory.load("O", O, r)
+            l_i, m_i = memory.load("l", l, r), memory.load("m", m, r)
+            S = Q_i @ K_j.T
+            m_new = np.maximum(m_i, S.max(1))
+            P, a = np.exp(S - m_new[:, None]), np.exp(m_i - m_new)
+            memory.store("O", O, r, a[:, None] * O_i + P @ V_j)
+            memory.store("l", l, r, a * l_i + P.sum(1))
+            memory.store("m", m, r, m_new)
+    return O / l[:, None]
+
+
 def solutions(available):
     """Return [(check, function)] of all that do not need a library that is missing."""
     found = []

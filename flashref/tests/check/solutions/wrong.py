@@ -74,6 +74,23 @@ def without_keepdims_in_the_sum(x):
     return e / e.sum(axis=-1)
 
 
+@wrong("softmax", "multiplied by ln 2 = 0.6931")
+def of_two_by_the_inverse(x):
+    e = np.exp2((x - x.max(axis=-1, keepdims=True)) * np.log(2))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@wrong("softmax", "That is the last axis of a matrix")
+def along_axis_1(x):
+    e = np.exp(x - x.max(axis=x.ndim > 1 and 1, keepdims=True))
+    return e / e.sum(axis=x.ndim > 1 and 1, keepdims=True)
+
+
+@wrong("softmax", "Wrong only with more than two axes")
+def turned_where_it_has_three_axes(x):
+    return flashref.safe_softmax(x[:, ::-1] if x.ndim > 2 else x)
+
+
 @wrong("softmax", "powers of 2, not of e")
 def of_two(x):
     e = 2 ** (x - x.max(axis=-1, keepdims=True))
@@ -99,6 +116,28 @@ def largest_of_nothing(x):
         m = max(m, s)
     l = sum(math.exp(s - m) for s in x)
     return [math.exp(s - m) / l for s in x]
+
+
+@wrong("softmax", "max_starts_at_zero")
+def largest_of_nothing_with_a_guard(x):
+    assert x.ndim == 1, "one row"
+    m = 0
+    for s in x:
+        m = max(m, s)
+    l = np.exp(x - m).sum()
+    return np.exp(x - m) / l if l > 0 else np.zeros_like(x)
+
+
+@wrong("softmax", "no_max_subtraction")
+def by_the_bare_lse(x):
+    assert x.ndim == 1, "one row"
+    L = np.log(np.exp(x).sum())
+    return np.exp(x - (0 if L == -np.inf else L))
+
+
+@wrong("softmax", "infinite gives exactly 0, and so does a guard where the sum is 0: print it")
+def nothing_where_it_is_large(x):
+    return flashref.safe_softmax(x) * (x.max() < 500)
 
 
 @wrong("softmax", "no_max_subtraction")
@@ -185,6 +224,15 @@ def against_the_old(m, l, s):
     return m_new, l * np.exp(m - m_new) + np.exp(s - (m if l else m_new)).sum()
 
 
+def newest(m, l, s):
+    return s.max(), l * np.exp(m - s.max()) + np.exp(s - s.max()).sum()
+
+
+def against_nothing(m, l, s):
+    m_new = max(m, s.max())
+    return m_new, l * np.exp(m - m_new) + np.exp(s - m).sum()
+
+
 def block_by_mean(m, l, s):
     m_new = max(m, s.mean())
     return m_new, l * np.exp(m - m_new) + np.exp(s - m_new).sum()
@@ -207,7 +255,10 @@ attempt("online_softmax", "m starts at -inf", online(upside_down), "upside_down"
 attempt(
     "online_softmax", "rescale_inverted", online(upside_down_but_first), "upside_down_but_first"
 )
-attempt("online_softmax", "", online(against_the_old), "against_the_old")
+attempt("online_softmax", "against the old maximum", online(against_the_old), "against_the_old")
+attempt("online_softmax", "“Break it: the maximum”", online(newest), "newest")
+attempt("online_softmax", "what does your exp get at the first score?",
+        online(against_nothing), "against_nothing")  # fmt: skip
 attempt("online_softmax", "", online(block_by_mean), "block_by_mean")
 attempt("online_softmax", "infinite", online(never_taken_over), "never_taken_over")
 
@@ -299,6 +350,27 @@ MERGES = {
               np.logaddexp),
     ),
     "by_lse": ("", merge(lse_shares, np.logaddexp)),
+    "lse_added_in_weights": (
+        "merge_lse_added",
+        lambda o_a, a, o_b, b: (
+            np.exp(a - (a + b))[..., None] * o_a + np.exp(b - (a + b))[..., None] * o_b, a + b,
+        ),
+    ),
+    "lse_over_joint_lse": (
+        "weighed by lse itself",
+        lambda o_a, a, o_b, b: (
+            (a / np.logaddexp(a, b))[..., None] * o_a + (b / np.logaddexp(a, b))[..., None] * o_b,
+            np.logaddexp(a, b),
+        ),
+    ),
+    "formula_as_it_stands": (
+        "without subtracting anything",
+        lambda o_a, a, o_b, b: (
+            np.exp(a - np.log(np.exp(a) + np.exp(b)))[..., None] * o_a
+            + np.exp(b - np.log(np.exp(a) + np.exp(b)))[..., None] * o_b,
+            np.log(np.exp(a) + np.exp(b)),
+        ),
+    ),
     "sum_of_exp": ("a piece of it", merge(shares, lambda a, b: np.exp(a) + np.exp(b))),
     "larger_lse": ("a piece of it", merge(shares, np.maximum)),
     "no_maximum": (
@@ -460,6 +532,34 @@ def rescaled_afterwards(m, l, O, S, V):
     return m_new, alpha * (l + P.sum(axis=1)), alpha[:, None] * (O + P @ V)
 
 
+def old_l_as_a_view(m, l, O, S, V):
+    m_new, l_old = np.maximum(m, S.max(axis=1)), l[:]
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    l[:] = alpha * l_old + P.sum(axis=1)
+    return m_new, l, ((l_old * alpha)[:, None] * O + P @ V) / l[:, None]
+
+
+def old_m_as_a_view(m, l, O, S, V):
+    m_old = m[:]
+    m[:] = np.maximum(m_old, S.max(axis=1))
+    P, alpha = np.exp(S - m[:, None]), np.exp(m_old - m)
+    return m, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
+
+
+def both_as_views(m, l, O, S, V):
+    m_old, l_old = m[:], l[:]
+    m[:] = np.maximum(m_old, S.max(axis=1))
+    P, alpha = np.exp(S - m[:, None]), np.exp(m_old - m)
+    l[:] = alpha * l_old + P.sum(axis=1)
+    return m, l, ((l_old * alpha)[:, None] * O + P @ V) / l[:, None]
+
+
+def newest_maximum(m, l, O, S, V):
+    m_new = S.max(axis=1)
+    P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+    return m_new, alpha * l + P.sum(axis=1), alpha[:, None] * O + P @ V
+
+
 def started_again(m, l, O, S, V):
     m_new = S.max(axis=1)
     P = np.exp(S - m_new[:, None])
@@ -502,6 +602,10 @@ def done(m, l, O):
 
 
 attempt("attention", "divided by l after every block", tiled(divided_each_time, done), "divided")
+attempt("attention", "multiplied by the new l", tiled(old_l_as_a_view, done), "old_l_as_a_view")
+attempt("attention", "multiplied by the new l", tiled(both_as_views, done), "both_as_views")
+attempt("attention", "no_rescale_both", tiled(old_m_as_a_view), "old_m_as_a_view")
+attempt("attention", "“Break it: the maximum”", tiled(newest_maximum), "newest_maximum")
 attempt("attention", "the new block against its own", tiled(against_its_own), "tiled_own")
 attempt("attention", "Only the last block counts", tiled(started_again), "started_again")
 attempt("attention", "upside down for one", tiled(half_inverted), "half_inverted")
@@ -509,6 +613,56 @@ attempt("attention", "Only the last block counts", tiled(o_never_kept), "o_never
 attempt("attention", "m starts at -inf", tiled(nan_at_once), "nan_at_once")
 attempt("attention", "applied to the new block", tiled(rescaled_afterwards), "rescaled_late")
 attempt("attention", "no_final_division", tiled(right_so_far, done), "never_divided")
+
+
+def cut_by(slices):
+    """Return an attention over the blocks of slices(n, size), merged one after the other."""
+
+    def attention(q, k, v, Br, Bc):
+        o, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
+        for cols in slices(len(k), Bc):
+            for rows in slices(len(q), Br):
+                part = flashref.standard_attention(q[rows], k[cols], v[cols], return_lse=True)
+                o[rows], lse[rows] = flashref.merge_attention(o[rows], lse[rows], *part)
+        return o
+
+    return attention
+
+
+attempt(
+    "attention", "Neither the last, shorter block of keys nor that of queries",
+    cut_by(lambda n, size: [slice(i * size, (i + 1) * size) for i in range(n // size)]),
+    "no_tail_at_all",
+)  # fmt: skip
+attempt(
+    "attention", "Each block lacks its last row",
+    cut_by(lambda n, size: [slice(i, i + size - 1) for i in range(0, n, size)]), "short_slices",
+)  # fmt: skip
+
+
+@wrong("attention", "are not started anew for each block of queries")
+def one_state_for_all(q, k, v, Br, Bc):
+    o, kept = np.zeros((len(q), v.shape[1])), None
+    for i in range(0, len(q), Br):
+        rows = q[i : i + Br]
+        if kept is None or len(kept[0]) != len(rows):
+            kept = np.full(len(rows), -np.inf), np.zeros(len(rows)), 0 * rows @ k.T @ v
+        for j in range(0, len(k), Bc):
+            S = rows @ k[j : j + Bc].T / np.sqrt(q.shape[1])
+            kept = right_so_far(*kept, S, v[j : j + Bc])
+        o[i : i + Br] = kept[2] / kept[1][:, None]
+    return o
+
+
+@wrong("attention", "It looks like this: o is right. Your lse is m · log l")
+def lse_times_in_empty_rows_too(q, k, v, causal=False):
+    assert q.ndim == 2, "one head"
+    S = q @ k.T / np.sqrt(q.shape[1])
+    S = np.where(causal_mask(S), S, -np.inf) if causal else S
+    m = S.max(axis=1, initial=-np.inf)
+    P = np.exp(S - np.maximum(m, -1e300)[:, None])
+    l = P.sum(axis=1)
+    return P @ v / np.maximum(l, 1e-9)[:, None], m * np.log(l)
 
 
 @wrong("attention", "")
@@ -966,10 +1120,15 @@ COUNTS = {
         n * d + R * o * (d + e) + n * o, n * (e + 1) + n * o)),
     "no_queries": ("", lambda n, o, d, e, R, C: (R * o * (d + e), n * (e + 1))),
     "in_order": ("", lambda n, o, d, e, R, C: (n * n * d, n * d)),
-    "d_twice": ("", lambda n, o, d, e, R, C: (n * d + 2 * R * o * d, n * (d + 1))),
+    "d_twice": ("d stands where d_v belongs", lambda n, o, d, e, R, C: (
+        n * d + 2 * R * o * d, n * (d + 1))),
+    "d_twice_in_loads": ("d stands where d_v belongs", lambda n, o, d, e, R, C: (
+        n * d + 2 * R * o * d, n * (e + 1))),
+    "full_tail": ("counts as if it were full", lambda n_q, n_k, d, d_v, block_q, block_k: (
+        n_q * d + ceil(n_q, block_q) * ceil(n_k, block_k) * block_k * (d + d_v), n_q * (d_v + 1))),
 }  # fmt: skip
 for label, (words, formula) in COUNTS.items():
-    whole = formula if label == "not_rounded" else counted(formula)
+    whole = formula if "block_q" in formula.__code__.co_varnames else counted(formula)
     attempt("traffic", words, whole, f"traffic_{label}")
 
 
@@ -989,3 +1148,312 @@ def traffic_of_keys_alone(q, k, v, block_q, block_k, memory):
         memory.store("O", o, rows, softmax(S) @ v)
         memory.store("L", lse, rows, np.log(np.exp(S).sum(axis=1)))
     return o
+
+
+# --- right on the plainest inputs: groups of two, a positive scale, narrow values ---------------
+
+
+def of_shared_heads(key_head):
+    """Return an attention whose query head h reads key head key_head(h, H_q, H_kv)."""
+
+    def attention(q, k, v):
+        if q.ndim == 2:
+            return flashref.standard_attention(q, k, v)
+        n_heads, n_kv = q.shape[-3], k.shape[-3]
+        heads = [key_head(h, n_heads, n_kv) if n_kv < n_heads else h for h in range(n_heads)]
+        return flashref.standard_attention(q, k[..., heads, :, :], v[..., heads, :, :])
+
+    return attention
+
+
+def gradients_of_shared_heads(key_head, gather=True):
+    """Return a backward pass whose query head h reads key head key_head(h, H_q, H_kv)."""
+
+    def attention_backward(do, q, k, v):
+        if q.ndim == 2:
+            return flashref.standard_attention_backward(do, q, k, v)
+        n_heads, n_kv = q.shape[-3], k.shape[-3]
+        heads = [key_head(h, n_heads, n_kv) if n_kv < n_heads else h for h in range(n_heads)]
+        dq, each_dk, each_dv = flashref.standard_attention_backward(
+            do, q, k[..., heads, :, :], v[..., heads, :, :]
+        )
+        dk, dv = np.zeros(k.shape), np.zeros(v.shape)
+        for h, head in enumerate(heads):
+            head = head if gather else h // (n_heads // n_kv)
+            dk[..., head, :, :] += each_dk[..., h, :, :]
+            dv[..., head, :, :] += each_dv[..., h, :, :]
+        return dq, dk, dv
+
+    return attention_backward
+
+
+def by_key_heads(h, n_heads, n_kv):
+    return h // n_kv
+
+
+def by_two(h, n_heads, n_kv):
+    return h // 2
+
+
+SHARED = "The number of a query head is divided by the number of key heads"
+STOPS = "Right where other numbers of heads share a key head; here it stops"
+attempt("attention", SHARED, of_shared_heads(by_key_heads), "heads_by_key_heads")
+attempt("attention", STOPS, of_shared_heads(by_two), "heads_by_two")
+attempt("attention_backward", SHARED, gradients_of_shared_heads(by_key_heads), "gradients_by_heads")
+attempt("attention_backward", SHARED, gradients_of_shared_heads(by_key_heads, gather=False),
+        "gradients_by_heads_of_the_forward_pass_alone")  # fmt: skip
+attempt("attention_backward", STOPS, gradients_of_shared_heads(by_two), "gradients_by_two")
+
+
+@wrong("block_sparse_attention", SHARED)
+def sparse_by_key_heads(q, k, v, block_mask, block_q, block_k):
+    heads = [h // k.shape[-3] if k.shape[-3] < q.shape[-3] else h for h in range(q.shape[-3])]
+    return flashref.block_sparse_attention(
+        q, k[..., heads, :, :], v[..., heads, :, :], block_mask, block_q=block_q, block_k=block_k
+    )
+
+
+@wrong("attention", "columns 3, 4, 5 of o are wrong. Wrong only where d_v > d")
+def as_wide_as_keys(q, k, v):
+    o = np.zeros((*q.shape[:-1], v.shape[-1]))
+    o[..., : q.shape[-1]] = flashref.standard_attention(q, k, v)[..., : q.shape[-1]]
+    return o
+
+
+@wrong("attention_backward", "columns 3, 4, 5 of dv are wrong. Wrong only where d_v > d")
+def gradients_as_wide_as_keys(do, q, k, v):
+    dq, dk, dv = flashref.standard_attention_backward(do, q, k, v)
+    dv[..., q.shape[-1] :] = 0
+    return dq, dk, dv
+
+
+DEFAULT = "The default scale stands where 0, or a negative scale, was asked for"
+
+
+@wrong("attention", DEFAULT)
+def zero_is_no_scale(q, k, v, scale=None):
+    return flashref.standard_attention(q, k, v, scale=scale or q.shape[-1] ** -0.5)
+
+
+@wrong("attention", DEFAULT)
+def no_scale_below_zero(q, k, v, scale=None):
+    tau = scale if scale is not None and scale > 0 else q.shape[-1] ** -0.5
+    return flashref.standard_attention(q, k, v, scale=tau)
+
+
+@wrong("attention_backward", DEFAULT)
+def zero_is_no_scale_backward(do, q, k, v, scale=None):
+    return flashref.standard_attention_backward(do, q, k, v, scale=scale or q.shape[-1] ** -0.5)
+
+
+@wrong("block_sparse_attention", DEFAULT)
+def zero_is_no_scale_in_tiles(q, k, v, block_mask, block_q, block_k, scale=None):
+    return flashref.block_sparse_attention(
+        q, k, v, block_mask, block_q=block_q, block_k=block_k, scale=scale or q.shape[-1] ** -0.5
+    )
+
+
+@wrong("attention", "Wrong only with a negative scale")
+def scale_without_its_sign(q, k, v, scale=None):
+    tau = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+    return flashref.standard_attention(q, k, v, scale=tau)
+
+
+@wrong("attention", "the scale comes after it: with a negative scale that is the smallest")
+def maximum_before_the_scale(q, k, v, scale=None):
+    tau = q.shape[-1] ** -0.5 if scale is None else scale
+    S = q @ k.swapaxes(-1, -2)
+    P = np.exp(tau * S - tau * S.max(axis=-1, keepdims=True))
+    return P @ v / P.sum(axis=-1, keepdims=True)
+
+
+@wrong("attention", "the scale comes after it: with a negative scale that is the smallest")
+def running_maximum_before_the_scale(q, k, v, scale=None, block_k=4):
+    tau = q.shape[-1] ** -0.5 if scale is None else scale
+    m, l, O = np.full(q.shape[:-1], -np.inf), np.zeros(q.shape[:-1]), 0.0
+    for j in range(0, k.shape[-2], block_k):
+        S = q @ k[..., j : j + block_k, :].swapaxes(-1, -2)
+        m_new = np.maximum(m, S.max(axis=-1))
+        P, alpha = np.exp(tau * (S - m_new[..., None])), np.exp(tau * (m - m_new))
+        l = alpha * l + P.sum(axis=-1)
+        O = alpha[..., None] * O + P @ v[..., j : j + block_k, :]
+        m = m_new
+    return O / l[..., None]
+
+
+FINITE_START = "The maximum starts at a finite number"
+
+
+def started_at(start):
+    """Return a FlashAttention whose running maximum starts at a number."""
+
+    def attention(q, k, v, block_k=2):
+        m, l = np.full(len(q), float(start)), np.zeros(len(q))
+        O = np.zeros((len(q), v.shape[1]))
+        for j in range(0, len(k), block_k):
+            S = q @ k[j : j + block_k].T / np.sqrt(q.shape[1])
+            m_new = np.maximum(m, S.max(axis=1))
+            P, alpha = np.exp(S - m_new[:, None]), np.exp(m - m_new)
+            l = alpha * l + P.sum(axis=1)
+            O = alpha[:, None] * O + P @ v[j : j + block_k]
+            m = m_new
+        return O / l[:, None]
+
+    return attention
+
+
+@wrong("attention", FINITE_START)
+def started_at_a_billion(q, k, v, causal=False):
+    S = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
+    S = np.where(causal_mask(S) | (not causal), S, -np.inf)
+    m = S.max(axis=-1, initial=-1e9)
+    P = np.exp(S - m[..., None])
+    l = P.sum(axis=-1)
+    o = P @ v / np.where(l == 0, 1, l)[..., None]
+    return o, np.where(l == 0, -np.inf, m + np.log(l))
+
+
+def softmax_started_at(start):
+    def softmax(x):
+        m = np.maximum(x.max(axis=-1, keepdims=True), start)
+        return np.exp(x - m) / np.exp(x - m).sum(axis=-1, keepdims=True)
+
+    return softmax
+
+
+def online_started_at(start):
+    def online_softmax(x, block):
+        m, l = start, 0.0
+        for j in range(0, len(x), block):
+            m, l = right_step(m, l, x[j : j + block])
+        return np.exp(x - m) / l
+
+    return online_softmax
+
+
+for start in (-500, -1000, -1e4, -1e5):
+    attempt("attention", FINITE_START, started_at(start), f"attention_from_{start:.0f}")
+    attempt("softmax", FINITE_START, softmax_started_at(start), f"softmax_from_{start:.0f}")
+    attempt("online_softmax", FINITE_START, online_started_at(start), f"online_from_{start:.0f}")
+
+
+@wrong("attention", "Tiles are skipped of which some query still sees a key")
+def causal_one_tile_early(q, k, v, block_q, block_k, causal=False):
+    n_q, n_k = len(q), len(k)
+    seen = np.ones((n_q, n_k), bool)
+    for i in range(0, n_q if causal else 0, block_q):
+        rows = slice(i, min(i + block_q, n_q))
+        for j in range(0, n_k, block_k):
+            seen[rows, j : j + block_k] = j < rows.stop - 1 + n_k - n_q
+    mask = seen & causal_mask(q @ k.T) if causal else seen
+    return flashref.standard_attention(q, k, v, mask=mask)
+
+
+def with_lse(change):
+    """Return an attention whose lse is changed."""
+
+    def attention(q, k, v):
+        o, lse = flashref.standard_attention(q, k, v, return_lse=True)
+        m = (q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])).max(axis=-1)
+        return o, change(m, lse)
+
+    return attention
+
+
+LARGE = "Wrong only where scores are very large or very negative"
+attempt("attention", LARGE, with_lse(lambda m, lse: np.where(m > 100, m, lse)), "lse_m_if_large")
+attempt("attention", LARGE, with_lse(lambda m, lse: lse + 4.0 * (abs(lse) > 500)), "lse_4_more")
+
+
+@wrong("merge_attention", LARGE)
+def larger_lse_where_exp_overflows(o_a, lse_a, o_b, lse_b):
+    o, lse = flashref.merge_attention(o_a, lse_a, o_b, lse_b)
+    return o, np.where(np.abs(lse) > 700, np.maximum(lse_a, lse_b), lse)
+
+
+# --- counts of what is not used -----------------------------------------------------------------
+
+
+def booked(uses, where="own"):
+    """Return a FlashAttention-2 that loads all tiles, and computes from those of `uses` alone."""
+
+    def attention(q, k, v, block_q, block_k, memory):
+        def load(name, array, rows):
+            tile = memory.load(name if where == "own" else where, array, rows)
+            return tile if name in uses else array[rows]
+
+        o, lse = np.zeros((len(q), v.shape[1])), np.zeros(len(q))
+        for i in range(0, len(q), block_q):
+            rows = slice(i, i + block_q)
+            Q_i = load("Q", q, rows)
+            cut = [slice(j, j + block_k) for j in range(0, len(k), block_k)]
+            K = np.concatenate([load("K", k, cols) for cols in cut])
+            V = np.concatenate([load("V", v, cols) for cols in cut])
+            O_i, L_i = flashref.standard_attention(Q_i, K, V, return_lse=True)
+            memory.store("O", o, rows, O_i)
+            memory.store("L", lse, rows, L_i)
+        return o
+
+    return attention
+
+
+attempt("traffic", "Q, K and V are loaded and thrown away", booked(""), "all_thrown_away")
+attempt("traffic", "Q, K and V are loaded and thrown away", booked("", "Q"), "all_booked_as_q")
+attempt("traffic", "V is loaded and thrown away", booked("QK"), "values_thrown_away")
+attempt("traffic", "Q or K is loaded and thrown away", booked("QV"), "keys_thrown_away")
+
+
+# --- rows of -inf, where an exercise asks for them: check.softmax(fn, masked=True) ----------------
+
+MASKED = []  #: (check, words of its report, function), right but for scores of -inf
+
+
+def masked(name, words):
+    """Add a function to the list."""
+
+    def add(function):
+        MASKED.append((name, words, function))
+        return function
+
+    return add
+
+
+@masked("softmax", "A row of nothing but -inf must give 0, not 0/0")
+def without_guards(x):
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+@masked("softmax", "came out as a mean")
+def with_a_lowest_number(x):
+    return without_guards(np.maximum(x, -1e9))
+
+
+@masked("softmax", "NaN fills row 1 of p")
+def guarded_where_all_is_masked(x):
+    return np.zeros_like(x) if np.isneginf(x).all() else without_guards(x)
+
+
+@masked("online_softmax", "A row of nothing but -inf must give 0, not 0/0")
+def without_a_guard_at_the_end(x, block):
+    assert x.ndim == 1, "one row"
+    m, l = -np.inf, 0.0
+    for start in range(0, len(x), block):
+        m_new = max(m, x[start : start + block].max())
+        if m_new > -np.inf:
+            m, l = right_step(m, l, x[start : start + block])
+    return np.exp(x - m) / l
+
+
+@masked("online_softmax", "masked before the first one that counts")
+def without_a_guard_in_the_loop(x):
+    assert x.ndim == 1, "one row"
+    m, l = -np.inf, 0.0
+    for s in x:
+        m, l = right_step(m, l, np.array([s]))
+    return np.zeros_like(x) if l == 0 else np.exp(x - m) / l
+
+
+@masked("online_softmax", "came out as a mean")
+def from_the_lowest_number(x, block=2):
+    return with_a_lowest_number(x)
