@@ -37,6 +37,11 @@ class Session:
         """Note what is done between two commands."""
         self.lines += [f"# {text}"]
 
+    def make(self, folder):
+        """Make a folder; note the command that does so."""
+        (self.folder / folder).mkdir(parents=True)
+        self.lines += [f"$ mkdir -p {folder}"]
+
     def run(self, *command, keep=".*"):
         """Run `python -m ...`; note the command, the lines of its output that fit, and its code."""
         programs = str(Path(sys.executable).parent)  # nbgrader calls one of them, alembic
@@ -96,8 +101,8 @@ def with_pytest(session):
 def with_otter(session):
     """A notebook with otter's test files beside it; checked as a student does, run as a grader."""
     shutil.copytree(EXAMPLES / "otter", session.folder, dirs_exist_ok=True)
-    (session.folder / "results").mkdir()
     session.run("otter", "generate", "-t", "tests", "-o", "autograder.zip")
+    session.make("results")  # otter run wants it to be there
     for spoiled in (False, True):
         if spoiled:
             session.spoil("homework.ipynb")
@@ -109,7 +114,8 @@ def with_otter(session):
 def with_nbgrader(session):
     """A notebook with nbgrader's cells: released, handed in by two students, graded."""
     source = session.folder / "source" / "attention"
-    source.mkdir(parents=True)
+    session.make("source/attention")
+    session.say("source/attention/homework.ipynb is the assignment")
     shutil.copy(EXAMPLES / "nbgrader" / "homework.ipynb", source)
     session.run("nbgrader", "generate_assignment", "attention", keep="Updating|ERROR")
     for student in ("ada", "bob"):

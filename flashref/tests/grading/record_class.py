@@ -1,4 +1,4 @@
-"""Grades the class of `sample_class.py` in four ways, and writes the table of what came out.
+"""Grades the class of `sample_class.py` in several ways, and writes the table of what came out.
 
     python -m flashref.tests.grading.record_class
 
@@ -25,16 +25,18 @@ from flashref.tests.grading.sample_class import EXAMPLES, POINTS
 TABLE = Path(__file__).parent / "recorded" / "class.md"
 SECONDS, MEBIBYTES = 90, 2048  # what a grader may use for one student
 CHECK = "flashref check {} --only softmax --only attention --timeout 30 --memory 1024"
-COMMANDS = {  # what is run, behind `python -m`
-    "check": f"{CHECK} --json report.json",
-    "pytest": "pytest -q -k 'not backward' --junit-xml result.xml {}",
-    "otter generate": "otter generate -t tests -o autograder.zip",
-    "otter run": "otter run homework.ipynb -a autograder.zip -o results --no-logo",
-    "generate_assignment": "nbgrader generate_assignment attention",
-    "autograde": "nbgrader autograde attention --ExecutePreprocessor.timeout=30",
-    "export": "nbgrader export",
+COMMANDS = {  # what is run, behind `python`
+    "grade": "grade.py class",
+    "check": f"-m {CHECK} --json report.json",
+    "pytest": "-m pytest -q --junit-xml result.xml {}",
+    "otter generate": "-m otter generate -t tests -o autograder.zip",
+    "otter run": "-m otter run homework.ipynb -a autograder.zip -o results --no-logo",
+    "generate_assignment": "-m nbgrader generate_assignment attention",
+    "autograde": "-m nbgrader autograde attention --ExecutePreprocessor.timeout=30",
+    "export": "-m nbgrader export",
 }
 TOOLS = {
+    "grade": "grade.py",
     "command": "flashref check, homework.py",
     "notebook": "flashref check, notebook",
     "by_command": "pytest by way of the command",
@@ -55,7 +57,7 @@ def run(folder, command, file="", seconds=SECONDS):
     """Run one of `COMMANDS` under limits; return its exit code, or None if it was stopped."""
     programs = str(Path(sys.executable).parent)
     process = subprocess.Popen(
-        [sys.executable, "-m", *shlex.split(COMMANDS[command].format(file))],
+        [sys.executable, *shlex.split(COMMANDS[command].format(file))],
         cwd=folder,
         env={**os.environ, "PATH": programs + os.pathsep + os.environ["PATH"]},
         stdin=subprocess.DEVNULL,
@@ -72,7 +74,15 @@ def run(folder, command, file="", seconds=SECONDS):
         return None
 
 
-# --- the four ways: each returns the points, or why there are none -------------------------------
+# --- the ways: each returns the points, or why there are none ------------------------------------
+
+
+def by_grade(folder):
+    """Return {student: points} by grade.py, on the whole class at once."""
+    shutil.copy(EXAMPLES / "grade.py", folder)
+    run(folder, "grade", seconds=3600)
+    with (folder / "grades.csv").open(encoding="utf-8") as file:
+        return {row["student"]: int(row["points"]) for row in csv.DictReader(file)}
 
 
 def by_our_command(desk, homework="homework.py"):
@@ -97,7 +107,8 @@ def by_pytest(desk, test="test_homework.py"):
     cases = ElementTree.parse(result).iter("testcase")
     result.rename(desk / f"{test}.xml")
     passed = [case.get("name") for case in cases if not len(case)]
-    return sum(n for name, n in POINTS.items() if any(name in test for test in passed))
+    names = {test.removesuffix("]").partition("[")[2] or test[len("test_") :] for test in passed}
+    return sum(n for name, n in POINTS.items() if name in names)
 
 
 def by_otter(desk, autograder):
@@ -140,9 +151,9 @@ def grade(folder, seed=0, say=print):
     desks = {student: folder / "class" / student for student in who}
     shutil.copytree(EXAMPLES / "otter" / "tests", folder / "tests")
     run(folder, "otter generate")
-    rows = []
+    rows, points = [], by_grade(folder)
     for student, submission in who.items():
-        desk, got = desks[student], {}
+        desk, got = desks[student], {"grade": points[student]}
         got["command"], got["verdicts"] = by_our_command(desk)
         got["notebook"], _ = by_our_command(desk, "nbgrader.ipynb")
         got["by_command"] = by_pytest(desk, "test_by_command.py")
@@ -158,11 +169,11 @@ def grade(folder, seed=0, say=print):
 # --- the table -----------------------------------------------------------------------------------
 
 HEAD = """\
-# Thirty submissions, graded in four ways
+# Thirty submissions, graded in several ways
 
 Written by `python -m flashref.tests.grading.record_class`; the submissions are in
 [sample_class.txt](../sample_class.txt). `softmax` counts 1 point, `attention` 2. The columns of
-these names hold the verdicts of `python -m flashref check`, the last six the points that each way
+these names hold the verdicts of `python -m flashref check`, the last seven the points that each way
 gives. **Bold** is what differs from the points that the work is worth as a homework.py; in a
 notebook a syntax error costs one cell, so its softmax counts there.
 
@@ -171,7 +182,7 @@ have none of their own, but for nbgrader's 30 seconds for one cell.
 
 """
 FOOT = """
-The commands, each for one student, but for nbgrader's:
+The commands, each for one student, but for grade.py and nbgrader's:
 
 ```console
 {}
@@ -203,7 +214,7 @@ def command_lines():
     """Return what was run, as typed."""
     files = {"check": ("homework.py",), "pytest": ("test_homework.py", "test_by_command.py")}
     return [
-        f"python -m {command.format(file)}"
+        f"python {command.format(file)}"
         for name, command in COMMANDS.items()
         for file in files.get(name, ("",))
     ]

@@ -80,7 +80,7 @@ def test_the_table_says_what_each_must_get():
         row = table[name]
         assert {exercise: row[exercise] for exercise in sample_class.POINTS} == submission.verdicts
         assert row["worth"] == str(submission.points)
-        for held in ("command", "by_command"):  # nobody gets past these two
+        for held in ("grade", "command", "by_command"):  # nobody gets past these
             assert row[record_class.TOOLS[held]] == row["worth"]
 
 

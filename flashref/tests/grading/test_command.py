@@ -120,6 +120,95 @@ def test_only_names_a_check_for_all_its_functions(run):
     assert "2 of 2 passed" in out and "safe_softmax  passed" in out
 
 
+NAIVE = """
+import numpy as np
+
+def naive_attention(q, k, v{option}):
+    s = q @ k.T / np.sqrt(q.shape[1])
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    return p / p.sum(axis=1, keepdims=True) @ v
+"""
+PLAIN, BLIND = NAIVE.format(option=""), NAIVE.format(option=", causal=False")
+FLASH_1_BACKWARD = GOOD.replace("def attention_backward", "def flash_attention_1_backward")
+
+
+def verdicts(report="report.json"):
+    exercises = json.loads(Path(report).read_text(encoding="utf-8"))["exercises"]
+    return {e["name"]: e["verdict"] for e in exercises}
+
+
+@pytest.mark.parametrize("source, only, got", [
+    (FLASH_1_BACKWARD, ["attention_backward", "flash_attention_1_backward"],
+     {"attention_backward": "missing", "flash_attention_1_backward": "passed"}),
+    (FLASH_1_BACKWARD, ["flash_attention_1_backward"], {"flash_attention_1_backward": "passed"}),
+    (PLAIN, ["attention"], {"attention": "missing", "naive_attention": "passed"}),
+    (SOFTMAX.replace("softmax", "safe_softmax"), ["safe_softmax"], {"safe_softmax": "passed"}),
+])  # fmt: skip
+def test_no_function_answers_for_another_that_is_asked_for(run, source, only, got):
+    code, out = run(source, *(x for o in only for x in ("--only", o)), "--json", "report.json")
+    assert verdicts() == got
+    assert code == (1 if "missing" in got.values() else 0)
+    if code:
+        assert "naive_attention: there, and checked" in out or "1_backward: there, and" in out
+
+
+@pytest.mark.parametrize("source, required, verdict, says", [
+    (PLAIN, ["naive_attention.causal"], "failed", "  naive_attention  failed: no argument causal"),
+    (PLAIN, ["naive_attention.causal", "naive_attention.mask"], "failed", "argument causal, mask"),
+    (BLIND, ["naive_attention.causal"], "failed", "causal_ignored"),
+    (PLAIN, ["attention.causal"], "missing", "There is no function attention."),
+])  # fmt: skip
+def test_a_required_argument_must_be_there_and_right(run, source, required, verdict, says):
+    options = [word for name in required for word in ("--require", name)]
+    code, out = run(source, *options, "--json", "report.json")
+    assert code == 1 and says in out
+    assert verdicts()[required[0].partition(".")[0]] == verdict
+
+
+def test_a_required_argument_that_is_there_changes_nothing(run):
+    options = ["--only", "flash_attention_2", "--require"]
+    assert run(GOOD, *options, "flash_attention_2.causal")[0] == 0
+    assert run(GOOD, *options, "flash_attention_2.mask")[0] == 1
+
+
+@pytest.mark.parametrize("default", ["", "=None"])
+def test_a_closed_form_does_not_count_what_a_memory_would(run, default):
+    source = (
+        f"from flashref.io_model import fa2_traffic\n"
+        f"def traffic(n_q, n_k, d, d_v{default}, block_q=1, block_k=1, memory=None):\n"
+        f"    return fa2_traffic(n_q, n_k, d, d_v, block_q=block_q, block_k=block_k)\n"
+    )
+    assert run(source)[0] == 0
+    assert run(source, "--require", "traffic.memory")[0] == 1
+    assert run(GOOD, "--only", "traffic", "--require", "traffic.memory")[0] == 0
+
+
+def test_rows_of_minus_infinity_count_when_asked_for(run):
+    assert run(SOFTMAX + SIZES)[0] == 0
+    code, out = run(SOFTMAX + SIZES, "--masked")
+    assert code == 1 and "softmax      failed" in out and "block_sizes  passed" in out
+    assert run(GOOD, "--only", "softmax", "--only", "online_softmax", "--masked")[0] == 0
+
+
+@pytest.mark.parametrize("lines, same", [
+    ("flash_attention_1 = naive_attention", ["naive_attention"]),
+    ("flash_attention_1 = attention = naive_attention  # one for all",
+     ["attention", "naive_attention"]),
+    ("mine = naive_attention\nflash_attention_1 = mine", ["naive_attention"]),
+    ("flash_attention_1 = naive_attention\ndef naive_attention(q, k, v): return 0", []),
+    ("flash_attention_1 = lambda q, k, v: naive_attention(q, k, v)", []),
+    ("flash_attention_1 = lambda *qkv: naive_attention(*qkv)\nflash_attention_1 == naive_attention",
+     []),
+    ("from mine import f\nflash_attention_1 = f\nattention = f", ["attention"]),
+])  # fmt: skip
+def test_two_names_of_one_function_are_seen(run, tmp_path, lines, same):
+    (tmp_path / "mine.py").write_text(PLAIN.replace("naive_attention", "f"))
+    _, out = run(PLAIN + lines + "\n", "--only", "flash_attention_1", "--json", "report.json")
+    [exercise] = json.loads(Path("report.json").read_text(encoding="utf-8"))["exercises"]
+    assert exercise["passed"] and exercise["same_as"] == same
+    assert ("the same function as " + ", ".join(same) in out) == bool(same)
+
+
 def test_flashrefs_own_functions_are_no_homework(run):
     code, out = run(
         "from flashref import block_sizes, safe_softmax\nfrom flashref.check import softmax\n"
@@ -351,6 +440,10 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     (["absent.py"], "no file"),
     (["homework.txt"], "neither"),
     (["homework.py", "--only", "sofmax"], "invalid choice"),
+    (["homework.py", "--require", "sofmax.axis"], "name of a function"),
+    (["homework.py", "--require", "attention"], "what can be required is causal, scale,"),
+    (["homework.py", "--require", "attention.colour"], "not asked for 'colour'"),
+    (["homework.py", "--require", "block_sizes.causal"], "has no options"),
     (["homework.py", "--timeout", "0"], "not above 0"),
     (["homework.py", "--timeout", "nan"], "not above 0"),
     (["homework.py", "--memory", "much"], "invalid"),

@@ -1,6 +1,7 @@
 """Grades the homework.py beside this file by the command: it holds what would take pytest along.
 
-Copy both into a folder and run `python -P -m pytest`. Each exercise runs in a process of its own.
+Copy both into a folder, edit EXERCISES, and run `python -P -m pytest`. Each exercise runs in a
+process of its own.
 """
 
 import json
@@ -10,6 +11,7 @@ import sys
 import pytest
 
 EXERCISES = ("softmax", "attention")
+OPTIONS = ()  # of the command, as in ("--require", "attention.causal")
 
 
 @pytest.fixture(scope="session")
@@ -17,8 +19,11 @@ def verdicts(tmp_path_factory):
     """Return {name: what the command says of this exercise}."""
     report = tmp_path_factory.mktemp("check") / "report.json"
     only = [word for name in EXERCISES for word in ("--only", name)]
-    command = [sys.executable, "-P", "-m", "flashref", "check", "homework.py", *only]
-    subprocess.run([*command, "--json", str(report)], stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-P", "-X", "utf8", "-m", "flashref", "check", "homework.py"]
+    command += [*only, *OPTIONS, "--json", str(report)]
+    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    if not report.exists():  # no Python text, or a homework that ended the command
+        pytest.fail(f"exit code {done.returncode}\n{done.stderr}", pytrace=False)
     return {e["name"]: e for e in json.loads(report.read_text("utf-8"))["exercises"]}
 
 
