@@ -27,7 +27,7 @@ from flashref.plots.picture import (
     styled,
 )  # fmt: skip
 
-RUNGS = ("naive", "tiled", "registers", "tensor_core")
+RUNGS = ("naive", "tiled", "registers", "tensor_core", "hopper")
 FP16 = "fp16 matrix product, 8192³, TFLOP/s"
 FP32 = "fp32 multiply-add, TFLOP/s"
 COPY = "device copy, read and written, TB/s"
@@ -38,6 +38,7 @@ LINES = {  # color, marker, whether dashed
     "tiled": (GREEN, "^", False),
     "registers": (BLUE, "s", False),
     "tensor_core": (RED, "o", False),
+    "hopper": (ORANGE, "h", False),
     "PyTorch FLASH": (INK, "D", True),
     "PyTorch cuDNN": (BLUE, "P", True),
     "PyTorch EFFICIENT": (GREEN, "x", True),
