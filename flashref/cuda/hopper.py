@@ -1,38 +1,51 @@
 """FlashAttention-3: tensor cores and copies work on by themselves, and warpgroups specialise.
 
-Unlike in `tensor_core`, a product is not over when its instruction is. `wgmma` multiplies 64 rows
-for four warps, a warpgroup, which may do other things until it asks for the result. So each starts
-S of the next keys and O of these, and does its softmax meanwhile (Algorithm 2 of the paper). One
-more warpgroup only copies, or rather one thread of it: that asks TMA for whole tiles, which arrive
-swizzled, and costs the threads that multiply no instruction and no register.
+Shah et al. (2024), arXiv:2407.08608; line numbers below are those of its Algorithm 2. Unlike in
+`tensor_core`, a product is not over when its instruction is. `wgmma` multiplies 64 rows for four
+warps, a warpgroup, which may do other things until it asks for the result. So each starts S of a
+tile of keys together with P V of the tile before, waits for S alone, and does its softmax while
+P V is under way. One more warpgroup only copies, or rather one thread of it: that asks TMA for
+whole tiles, which arrive swizzled, and costs the threads that multiply no instruction and no
+register.
 
-    copies         K8 V8 K7 V7     K6 V6           K5 V5
-    warpgroup 1    S8          S7 PV8          S6 PV7          S5 PV6      tensor cores
-                      softmax 8   softmax 7       softmax 6                other units
-    warpgroup 2       S8              S7 PV8          S6 PV7
-                         softmax 8       softmax 7       softmax 6
+    copies         K8 V8 K7 V7 K6                     V6 K5
+    warpgroup 1       S8           S7 PV8        S6 PV7        S5 PV6     tensor cores
+                         softmax 8    softmax 7     softmax 6             other units
+    warpgroup 2       S8                  S7 PV8        S6 PV7            tensor cores
+                         softmax 8           softmax 7     softmax 6      other units
 
 Warpgroups take turns ("ping-pong"): 2 may start its products when 1 has started its own, so that
-the softmax of one falls into the products of the other. Blocks are persistent: one a
-multiprocessor, which copies for its next tile of queries while it stores the last. Tiles of keys
-come last first, since only the last ones need a mask: the inner loop has none.
+the rest of a softmax, when its own P V is over, falls into the products of the other. The first S
+of each tile of queries (S8) has no P V beside it and takes no turn: both start it when K8 is there.
+K6 is copied when both have used K8, V6 when both have used V8: there are two buffers of each.
+Blocks are persistent: one a multiprocessor, which copies for its next tile of queries while it
+stores the last. Tiles of keys come last first, since only the last ones need a mask: the inner loop
+has none.
 
 Each step can be switched off, in `Schedule`; `steps` has them in the order of the lesson.
 
 What it costs, with up to 64, 128, 256 columns: 192, 128, 128 queries a block; 91, 165, 230 KB of
-shared memory (Q; K and V of two tiles of 128, 128, 80 keys). Registers: the block's 65,536 are
-dealt out anew (`setmaxnreg`), 24 or 32 to a thread that copies, 160 with three warpgroups that
-multiply and 240 with two: (D + BC) / 2 for O and S, BC / 4 for P, the rest for everything else.
+shared memory (Q; K and V of two tiles of 128, 128, 80 keys). Registers: those of the block are
+dealt out anew (`setmaxnreg`, see `REGISTERS`), 24 or 32 to a thread that copies, 160 with three
+warpgroups that multiply and 240 with two: (D + BC) / 2 for O and S, BC / 4 for P, the rest for
+everything else.
 What is bad about it: it is bound to one chip (sm_90a), and most of it is protocol. A short sequence
 has too few tiles for it, or ends on a few; a causal one starts with S and softmax of its first tile
-while nothing else is under way. The result leaves in 4-byte stores.
+while nothing else is under way. The result leaves in 4-byte stores. And, from reading, not yet from
+measuring: the first K of the next tile of queries waits for Q's buffer, though its own is empty; a
+warpgroup whose rows see nothing of a tile near the diagonal multiplies and masks all of it; long
+rows first, of all heads, means that with many heads no K or V is still in the cache when the next
+rows of its head come.
 
-What is hard to see, coming from CUDA C++: an `if` on a constant (`TURNS`) is decided when Python
-makes the kernel; arrays like S are registers, since all their indices are constants once loops are
-unrolled; as far as the compiler knows, what `wgmma` will bring is in S from the start, and only
+What is hard to see, coming from CUDA C++: an `if` on a constant (`TURNS`), or on an argument that
+every caller gives as one (`masked`), is decided at compile time; arrays like S are registers, since
+all their indices are constants once loops are unrolled; Numba makes uint32 ± uint32 a uint64, hence
+a cast around each; `selp(a, x, n) < n` is "a and x < n" in two instructions, where `and` would be
+a branch. As far as the compiler knows, what `wgmma` will bring is in S from the start, and only
 `wait_scores(S)` keeps its readers behind; each buffer has two barriers, at which both sides count
 rounds alone (see `hopper_tiles`). And what looks like taste is not always: with a predicate in
-place of the branch in `empty`, the compiler puts K's arrival off until the softmax is half done.
+place of the branch in `empty`, the compiler moves the arrival that gives K's buffer back down into
+the middle of the softmax, and the next K comes that much later.
 """
 
 import functools
@@ -44,12 +57,16 @@ from numba import cuda, float32, int32, int64, uint32, uint64
 from flashref.cuda import ptx
 from flashref.cuda import ptx_hopper as hx
 from flashref.cuda.fragments import LOG2_E
-from flashref.cuda.hopper_tiles import LINE, SWIZZLED, shared_layout, tile_functions
+from flashref.cuda.hopper_tiles import LINE, SWIZZLE_BYTES, shared_layout, tile_functions
 from flashref.cuda.launch import F32, F32_3D, HALF_4D, I32, MAPS, Kernel, cdiv, inline
 from flashref.cuda.tensor_core import LEAST_SCALE, LN_2, MASKED
 
 ALL = 0xFFFFFFFF  # lanes of a warp
-REGISTERS = {  # of a thread that copies, and of one that multiplies: whether TMA, warpgroups
+# Registers of a thread that copies, and of one that multiplies, by (tma, warpgroups that multiply).
+# A block starts with the same for all: 384 · 168 = 64,512, or 512 · 128 = 65,536. So much there is
+# to deal out, and each pair deals out all of it: 128 (24 + 2 · 240) = 64,512, 128 (32 + 3 · 160) =
+# 65,536. `inc` waits until `dec` has given enough: for one step (8) more, for ever
+REGISTERS = {
     (True, 2): (24, 240), (True, 3): (32, 160), (False, 2): (56, 224), (False, 3): (56, 152),
 }  # fmt: skip
 
@@ -63,9 +80,22 @@ class Schedule:
     stages: int = 2  # tiles of K, and of V, in shared memory
     give_registers: bool = True  # from the threads that copy to those that multiply
     tma: bool = True  # else cp.async, by all threads of the copying warpgroup
-    overlap: bool = True  # S of the next tile, and O of this one, during the softmax
+    overlap: bool = True  # P V of the tile before starts with S, and goes on during the softmax
     take_turns: bool = True  # with the tensor cores: "ping-pong"
     persistent: bool = True  # a block a multiprocessor, which walks over the tiles of queries
+
+    def __post_init__(self):
+        """Refuse what would not compile, or would wait for ever, in words."""
+        if self.BC % 16 or not 16 <= self.BC <= 256 or not 1 <= self.warpgroups <= 3:
+            raise ValueError(
+                f"{self}: BC must be a multiple of 16 from 16 to 256, warpgroups 1 to 3"
+            )
+        if self.stages < 1:
+            raise ValueError(f"{self}: stages must be at least 1")
+        # threads publish K_n after they have started to copy V_n, which takes the buffer of
+        # V_(n-1); with overlap, that one is not used before K_n is there
+        if self.stages == 1 and self.overlap and not self.tma:
+            raise ValueError(f"{self}: stages must be at least 2 with overlap and without tma")
 
 
 BEST = {64: Schedule(3, 128), 128: Schedule(2, 128), 256: Schedule(2, 80)}  # by columns
@@ -97,18 +127,21 @@ def forward(run, q, k, v, o, lse, scale, offset):
         return
     D = next(D for D in BEST if max(q.shape[3], v.shape[3]) <= D)
     schedule = run.blocks or schedule_for(D, n_q, n_k)
-    hides = 1 + offset < n_k or n_k == 0  # some key from some row
+    # row 0 sees the fewest keys, those below 1 + offset: not all of them? With no keys at all, the
+    # one tile is masked as a whole
+    hides = 1 + offset < n_k or n_k == 0
     kernel = forward_kernel(D, run.dtype, schedule, hides, scale < 0)
     tiles = cdiv(n_q, kernel.rows) * q.shape[1] * q.shape[0]
     blocks = min(tiles, run.multiprocessors) if schedule.persistent else tiles
-    # of the keys, only those that some row sees, lest a NaN beyond meet a weight of 0; an array of
-    # no keys has no tensor map: q stands in, and all of it is masked
+    # keys that no row sees are not in the maps: zeros arrive, so that a NaN in them meets no weight
+    # of 0. One that some row sees can still reach rows that do not see it, of any block that works
+    # on its tile: there, 0 · NaN is NaN (the notes of `flash_attention_2` say so)
     seen = max(1, min(n_k, n_q + offset))
-    keys, values = (k, v) if n_k else (q, q)
+    keys, values = (k, v) if n_k else (q, q)  # no keys, no map: q stands in, and all is masked
     maps = run.tensor_maps(
         (q, n_q, kernel.rows), (keys, seen, schedule.BC), (values, seen, schedule.BC)
     )
-    scale2 = max(abs(scale) * LOG2_E, LEAST_SCALE)
+    scale2 = max(abs(scale) * LOG2_E, LEAST_SCALE)  # of scores in base 2; `negative` has the sign
     run(kernel, (blocks, 1, 1), maps, q, k, v, o, lse, scale2, offset)
 
 
@@ -118,7 +151,7 @@ def forward_kernel(D, half, schedule, hides, negative):
     return Kernel(
         forward_function(D, half, schedule, hides, negative, inline),
         (MAPS, *[HALF_4D] * 4, F32_3D, F32, I32), threads=128 * (schedule.warpgroups + 1),
-        shared_bytes=SWIZZLED + shared_layout(D, schedule).end, rows=64 * schedule.warpgroups,
+        shared_bytes=SWIZZLE_BYTES + shared_layout(D, schedule).end, rows=64 * schedule.warpgroups,
         columns=schedule.BC, name=f"{64 * schedule.warpgroups} × {schedule.BC}", per_processor=1,
     )  # fmt: skip
 
@@ -128,13 +161,12 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     WARPGROUPS, BC, STAGES, TMA = schedule.warpgroups, schedule.BC, schedule.stages, schedule.tma
     OVERLAP = schedule.overlap
     GIVES = schedule.give_registers and WARPGROUPS > 1  # of two warpgroups, both have enough
-    TURNS = schedule.take_turns and OVERLAP and WARPGROUPS > 1  # alone it would wait for ever
-    if BC % 16 or BC > 256 or not 1 <= WARPGROUPS <= 3:
-        raise ValueError(f"{schedule}: BC must be a multiple of 16 up to 256, warpgroups 1 to 3")
+    TURNS = schedule.take_turns and OVERLAP and WARPGROUPS > 1  # one alone would only meet itself
+    TURN_THREADS = 256  # of a turn's named barrier: 128 that wait for it, 128 that announce it
     O_TILES, D_STEPS, BC_STEPS = D // 8, D // 16, BC // 16
     N_S, N_O, N_P = BC // 2, D // 2, BC // 4
-    COPIERS = 1 if TMA else 128  # arrivals that fill a buffer
-    WARPS = 4 * WARPGROUPS  # arrivals that empty it
+    FULL_ARRIVALS = 1 if TMA else 128  # one of each thread that copies
+    EMPTY_ARRIVALS = 4 * WARPGROUPS  # one of each warp that multiplies
     at = shared_layout(D, schedule)
     K, V, TILE = at.K, at.V, at.tile
     FULL_Q, EMPTY_Q, FULL_K, EMPTY_K = at.full_Q, at.empty_Q, at.full_K, at.empty_K
@@ -148,12 +180,16 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         take_registers = hx.set_registers(many, more=True)
     pack = ptx.pack_f16 if half == "float16" else ptx.pack_bf16
 
-    # descriptors, in units of 16 bytes; a panel is what a tile has of 64 columns
+    # Q_i, K_0, K_j, V_0 and V_j are descriptors: layout bits, and below them an address in units of
+    # 16 bytes, to which steps are added. A panel is what a tile has of 64 columns: lines of 128
+    # bytes. In BY_ROWS, 16 stands in a field without meaning
     BY_ROWS, BY_COLUMNS = hx.descriptor_bits(16, 8 * LINE), hx.descriptor_bits(BC * LINE, 8 * LINE)
     Q_PANEL, K_PANEL = 64 * WARPGROUPS * LINE // 16, BC * LINE // 16
+    V_STEP = 16 * LINE // 16  # 16 rows of V
     first_scores = hx.wgmma_shared(BC, half, overwrite=True, negative=NEGATIVE)
     more_scores = hx.wgmma_shared(BC, half, negative=NEGATIVE)
     more_output = hx.wgmma_registers(D, half)
+    # groups finish in the order of their start: all but the last one, P V, are those of S
     wait_scores, wait_only_scores = hx.wait_products(0, N_S), hx.wait_products(1, N_S)
     wait_output = hx.wait_products(0, N_O)
 
@@ -162,8 +198,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         return uint64(bits) | uint64((address & uint32(0x3FFFF)) >> uint32(4))
 
     @inline
-    def stage_of(first, stage):
-        """Return the descriptor of a later buffer."""
+    def descriptor_at_stage(first, stage):
+        """Return the descriptor of a stage's buffer, from that of stage 0."""
         return first + uint64(stage * uint32(TILE // 16))
 
     @inline
@@ -172,6 +208,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         hx.wgmma_fence()
         first_scores(S, Q_i, K_j)
         for step in range(1, D_STEPS):
+            # 16 columns are 2 chunks of 16 bytes; the hardware swizzles the sum of the descriptor's
+            # address and a place, so that the address may lie inside a line
             panel, chunk = step // 4, step % 4 * 2
             more_scores(
                 S, Q_i + uint64(panel * Q_PANEL + chunk), K_j + uint64(panel * K_PANEL + chunk)
@@ -184,20 +222,23 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         hx.wgmma_fence()
         for step in range(BC_STEPS):
             x = 4 * step
-            more_output(O, P[x], P[x + 1], P[x + 2], P[x + 3], V_j + uint64(step * LINE))
+            more_output(O, P[x], P[x + 1], P[x + 2], P[x + 3], V_j + uint64(step * V_STEP))
         hx.wgmma_commit()
 
     @inline
     def mask(S, limit0, limit1):
-        """Hide this thread's columns from the limits of its two rows on."""
+        """Hide this thread's columns from the limits of its two rows on.
+
+        The limits count from its first column: register 4 i is column 8 i from there.
+        """
         for x in range(0, N_S, 4):
             for e in range(2):
                 S[x + e] = cuda.selp(2 * x + e < limit0, S[x + e], float32(MASKED))
                 S[x + 2 + e] = cuda.selp(2 * x + e < limit1, S[x + 2 + e], float32(MASKED))
 
     @inline
-    def softmax(S, m, l, correction, scale, masked):
-        """P = 2^(scale (S - m)) in place of S, l with it; O still needs the correction."""
+    def softmax(S, m, l, correction, scale2, masked):
+        """P = 2^(scale2 (S - m)) in place of S, l with it; O still needs the correction."""
         m0, m1, x0, x1 = m[0], m[1], S[0], S[2]  # two chains for each of two rows
         for x in range(0, N_S, 4):
             m0 = ptx.fmax(m0, S[x])
@@ -209,19 +250,21 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         m1 = ptx.fmax(m1, cuda.shfl_xor_sync(ALL, m1, 1))
         m0 = ptx.fmax(m0, cuda.shfl_xor_sync(ALL, m0, 2))
         m1 = ptx.fmax(m1, cuda.shfl_xor_sync(ALL, m1, 2))
-        shift0, shift1 = m0 * scale, m1 * scale
-        c0, c1 = ptx.exp2(m[0] * scale - shift0), ptx.exp2(m[1] * scale - shift1)
-        if masked:  # a row without keys so far: fused, x · scale - shift is not 0 for x = m
+        shift0, shift1 = m0 * scale2, m1 * scale2
+        c0, c1 = ptx.exp2(m[0] * scale2 - shift0), ptx.exp2(m[1] * scale2 - shift1)
+        # a row without keys so far has m = -1e30: the FMA of x · scale2 - shift keeps the rounding
+        # error of m · scale2, about 1e22, in place of 0, and exp2 of that is inf
+        if masked:
             none0, none1 = m0 == float32(MASKED), m1 == float32(MASKED)
             shift0, c0 = cuda.selp(none0, float32(0), shift0), cuda.selp(none0, float32(0), c0)
             shift1, c1 = cuda.selp(none1, float32(0), shift1), cuda.selp(none1, float32(0), c1)
         m[0], m[1], correction[0], correction[1] = m0, m1, c0, c1
         l0, l1, y0, y1 = float32(0), float32(0), float32(0), float32(0)
         for x in range(0, N_S, 4):
-            S[x] = ptx.exp2(S[x] * scale - shift0)
-            S[x + 1] = ptx.exp2(S[x + 1] * scale - shift0)
-            S[x + 2] = ptx.exp2(S[x + 2] * scale - shift1)
-            S[x + 3] = ptx.exp2(S[x + 3] * scale - shift1)
+            S[x] = ptx.exp2(S[x] * scale2 - shift0)
+            S[x + 1] = ptx.exp2(S[x + 1] * scale2 - shift0)
+            S[x + 2] = ptx.exp2(S[x + 2] * scale2 - shift1)
+            S[x + 3] = ptx.exp2(S[x + 3] * scale2 - shift1)
             l0 += S[x]
             y0 += S[x + 1]
             l1 += S[x + 2]
@@ -243,39 +286,44 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     @inline
     def empty(barrier):
         """Say that this warp is done with a buffer."""
-        if hx.first_lane():  # a branch: as a predicate, the compiler would put it off
+        if hx.first_lane():  # a branch keeps the arrival here: see the end of the module's text
             hx.arrive(barrier)
 
     @inline
     def overlapped_step(
-        S, P, O, m, l, correction, scale, shared, Q_i, K_0, V_0, key, key_phase, value, value_phase,
-        warpgroup, masked, limit0, limit1,
+        S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, K_stage, K_phase, V_stage,
+        V_phase, warpgroup, masked, limit0, limit1,
     ):  # fmt: skip
         """S = Q_i K_jᵀ with O = O + P V of the tile before, then P (lines 8 to 16)."""
-        hx.wait(shared + uint32(FULL_K) + uint32(8) * key, key_phase)
-        if TURNS:
-            hx.named_sync(uint32(1) + warpgroup, uint32(256))
-        start_scores(S, Q_i, stage_of(K_0, key))
-        hx.wait(shared + uint32(FULL_V) + uint32(8) * value, value_phase)
-        start_output(O, P, stage_of(V_0, value))
+        hx.wait(shared + uint32(FULL_K) + uint32(8) * K_stage, K_phase)
+        if TURNS:  # named barrier 0 is that of syncthreads
+            hx.named_sync(uint32(1) + warpgroup, uint32(TURN_THREADS))
+        start_scores(S, Q_i, descriptor_at_stage(K_0, K_stage))
+        hx.wait(shared + uint32(FULL_V) + uint32(8) * V_stage, V_phase)
+        start_output(O, P, descriptor_at_stage(V_0, V_stage))
         if TURNS:
             following = uint32(warpgroup + uint32(1))
             if following == uint32(WARPGROUPS):
                 following = uint32(0)
-            hx.named_arrive(uint32(1) + following, uint32(256))
+            hx.named_arrive(uint32(1) + following, uint32(TURN_THREADS))
+        # from here to wait_output, P V is under way: it changes O and reads P. O is safe since the
+        # wait takes it along; that new P's get other registers meanwhile is up to ptxas alone
         wait_only_scores(S)
-        empty(shared + uint32(EMPTY_K) + uint32(8) * key)
+        empty(shared + uint32(EMPTY_K) + uint32(8) * K_stage)
         if masked:
             mask(S, limit0, limit1)
-        softmax(S, m, l, correction, scale, masked)
+        softmax(S, m, l, correction, scale2, masked)
         wait_output(O)
-        empty(shared + uint32(EMPTY_V) + uint32(8) * value)
+        empty(shared + uint32(EMPTY_V) + uint32(8) * V_stage)
         rescale(O, correction)
         round_to(P, S)
 
     @inline
-    def store(O, m, l, o, lse, i, h, b, n_k, offset, scale):
-        """O / l and L = m + log l go home (line 20), of this thread's rows i and i + 8."""
+    def store(O, m, l, o, lse, i, h, b, n_k, offset, scale2):
+        """O / l and L = m + log l go home (line 20), of this thread's rows i and i + 8.
+
+        Both arrays were made for this call: no gaps between columns of o, none between rows of lse.
+        """
         n_q, d_v = int32(o.shape[2]), int32(o.shape[3])
         o_head = ptx.global_address(o) + uint64(int64(b) * o.strides[0] + int64(h) * o.strides[1])
         lse_head = ptx.global_address(lse) + uint64(
@@ -286,23 +334,23 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
             sum_l = l[row]
             sum_l += cuda.shfl_xor_sync(ALL, sum_l, 1)
             sum_l += cuda.shfl_xor_sync(ALL, sum_l, 2)
-            inverse, L = float32(1) / sum_l, (m[row] * scale + ptx.log2(sum_l)) * float32(LN_2)
+            inverse, L = float32(1) / sum_l, (m[row] * scale2 + ptx.log2(sum_l)) * float32(LN_2)
             here = int32(i + 8 * row)
-            sees = cuda.selp(n_k > 0, int32(here + 1 + offset), int32(0)) > 0
+            sees_any = cuda.selp(n_k > 0, int32(here + 1 + offset), int32(0)) > 0
             if HIDES:
-                L = cuda.selp(sees, L, float32(-math.inf))
-            first_lane = int32(cuda.selp(t == 0, here, n_q) < n_q)
-            ptx.store_f32(lse_head + uint64(int64(here) * 4), L, first_lane)
+                L = cuda.selp(sees_any, L, float32(-math.inf))
+            writes_L = int32(cuda.selp(t == 0, here, n_q) < n_q)
+            ptx.store_f32(lse_head + uint64(int64(here) * 4), L, writes_L)
             for tile in range(O_TILES):
                 x, c = 4 * tile + 2 * row, tile * 8 + t * 2
                 pair = pack(O[x] * inverse, O[x + 1] * inverse)
                 if HIDES:
-                    pair = cuda.selp(sees, pair, uint32(0))
+                    pair = cuda.selp(sees_any, pair, uint32(0))
                 inside = int32(cuda.selp(c < d_v, here, n_q) < n_q)
                 ptx.store_b32(o_head + uint64(int64(here) * o.strides[2] + c * 2), pair, inside)
 
     @inline
-    def multiply(shared, warpgroup, q, k, o, lse, scale, offset):
+    def multiply(shared, warpgroup, q, k, o, lse, scale2, offset):
         """Walk over the tiles of queries, and for each over its tiles of keys, from the last."""
         thread = int32(cuda.threadIdx.x)
         row = int32(warpgroup) * 64 + ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)
@@ -324,15 +372,16 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         more, first, h, b = tile_of(round_, q)
         while more:
             j = key_tiles(first, q, k, offset)
-            # keys that all rows see, and of which this thread's columns those that its rows see
+            # the end of the keys that all rows of the tile see, and of those that each of this
+            # thread's rows sees, minus its first column
             full, limit0, limit1 = n_k, int32(n_k - column), int32(n_k - column)
             if HIDES:
-                sees = int32(first) + 1 + offset
-                full = sees if sees < n_k else n_k
-                sees = int32(sees + row)
-                limit0 = int32(cuda.selp(sees < n_k, sees, n_k) - column)
-                sees = int32(sees + 8)
-                limit1 = int32(cuda.selp(sees < n_k, sees, n_k) - column)
+                first_end = int32(first) + 1 + offset  # of what the tile's first row sees
+                full = first_end if first_end < n_k else n_k
+                end0 = int32(first_end + row)
+                limit0 = int32(cuda.selp(end0 < n_k, end0, n_k) - column)
+                end1 = int32(end0 + 8)
+                limit1 = int32(cuda.selp(end1 < n_k, end1, n_k) - column)
             for x in range(0, N_O, 4):
                 for e in range(4):
                     O[x + e] = float32(0)
@@ -343,22 +392,22 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
             if OVERLAP:  # Algorithm 2; the first scores have nothing beside them (lines 4 to 6)
                 j = uint32(j - uint32(1))
                 hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
-                start_scores(S, Q_i, stage_of(K_0, stage))
+                start_scores(S, Q_i, descriptor_at_stage(K_0, stage))
                 wait_scores(S)
                 empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                 start = int32(j * uint32(BC))
                 if start + BC > full:
                     mask(S, limit0 - start, limit1 - start)
-                softmax(S, m, l, correction, scale, HIDES)
+                softmax(S, m, l, correction, scale2, HIDES)
                 round_to(P, S)
-                if HIDES:
+                if HIDES:  # j is not decremented yet: j · BC is the end of the tile to come
                     while j > uint32(0) and int32(j * uint32(BC)) > full:
                         j = uint32(j - uint32(1))
                         before, phase_before = stage, phase
                         stage, phase = next_buffer(stage, phase)
                         start = int32(j * uint32(BC))
                         overlapped_step(
-                            S, P, O, m, l, correction, scale, shared, Q_i, K_0, V_0, stage, phase,
+                            S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, stage, phase,
                             before, phase_before, warpgroup, True, limit0 - start, limit1 - start,
                         )  # fmt: skip
                 while j > uint32(0):
@@ -366,12 +415,12 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                     before, phase_before = stage, phase
                     stage, phase = next_buffer(stage, phase)
                     overlapped_step(
-                        S, P, O, m, l, correction, scale, shared, Q_i, K_0, V_0, stage, phase,
+                        S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, stage, phase,
                         before, phase_before, warpgroup, False, limit0, limit1,
                     )  # fmt: skip
                 empty(shared + uint32(EMPTY_Q))  # and the last output has nothing (18, 19)
                 hx.wait(shared + uint32(FULL_V) + uint32(8) * stage, phase)
-                start_output(O, P, stage_of(V_0, stage))
+                start_output(O, P, descriptor_at_stage(V_0, stage))
                 wait_output(O)
                 empty(shared + uint32(EMPTY_V) + uint32(8) * stage)
                 stage, phase = next_buffer(stage, phase)
@@ -379,40 +428,41 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                 while j > uint32(0):
                     j = uint32(j - uint32(1))
                     hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
-                    start_scores(S, Q_i, stage_of(K_0, stage))
+                    start_scores(S, Q_i, descriptor_at_stage(K_0, stage))
                     wait_scores(S)
                     empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                     start = int32(j * uint32(BC))
                     if start + BC > full:
                         mask(S, limit0 - start, limit1 - start)
-                    softmax(S, m, l, correction, scale, HIDES)
+                    softmax(S, m, l, correction, scale2, HIDES)
                     rescale(O, correction)
                     round_to(P, S)
                     hx.wait(shared + uint32(FULL_V) + uint32(8) * stage, phase)
-                    start_output(O, P, stage_of(V_0, stage))
+                    start_output(O, P, descriptor_at_stage(V_0, stage))
                     wait_output(O)
                     empty(shared + uint32(EMPTY_V) + uint32(8) * stage)
                     stage, phase = next_buffer(stage, phase)
                 empty(shared + uint32(EMPTY_Q))
-            store(O, m, l, o, lse, int32(first) + row, h, b, n_k, offset, scale)
+            store(O, m, l, o, lse, int32(first) + row, h, b, n_k, offset, scale2)
             round_ = uint32(round_ + uint32(1))
             more, first, h, b = tile_of(round_, q)
 
-    def hopper(maps, q, k, v, o, lse, scale, offset):
+    def hopper(maps, q, k, v, o, lse, scale2, offset):
         memory = ptx.shared_address(cuda.shared.array(0, uint32))
-        shared = uint32((memory + uint32(SWIZZLED - 1)) & uint32(2**32 - SWIZZLED))
+        shared = uint32((memory + uint32(SWIZZLE_BYTES - 1)) & uint32(2**32 - SWIZZLE_BYTES))
         if hx.first_thread():
-            hx.init_barrier(shared + uint32(FULL_Q), uint32(COPIERS))
-            hx.init_barrier(shared + uint32(EMPTY_Q), uint32(WARPS))
+            hx.init_barrier(shared + uint32(FULL_Q), uint32(FULL_ARRIVALS))
+            hx.init_barrier(shared + uint32(EMPTY_Q), uint32(EMPTY_ARRIVALS))
             for stage in range(STAGES):
                 barrier = shared + uint32(8 * stage)
-                hx.init_barrier(barrier + uint32(FULL_K), uint32(COPIERS))
-                hx.init_barrier(barrier + uint32(FULL_V), uint32(COPIERS))
-                hx.init_barrier(barrier + uint32(EMPTY_K), uint32(WARPS))
-                hx.init_barrier(barrier + uint32(EMPTY_V), uint32(WARPS))
+                hx.init_barrier(barrier + uint32(FULL_K), uint32(FULL_ARRIVALS))
+                hx.init_barrier(barrier + uint32(FULL_V), uint32(FULL_ARRIVALS))
+                hx.init_barrier(barrier + uint32(EMPTY_K), uint32(EMPTY_ARRIVALS))
+                hx.init_barrier(barrier + uint32(EMPTY_V), uint32(EMPTY_ARRIVALS))
             hx.fence_barriers()
         cuda.syncthreads()
-        # from lane 0, so that the compiler knows it to be the same in the whole warp
+        # `wgmma`, `setmaxnreg` and named barriers want whole warps: with the number from lane 0,
+        # the compiler knows, too, that no warp goes two ways
         role = uint32(cuda.shfl_sync(ALL, int32(cuda.threadIdx.x >> 7), 0))
         if role == uint32(0):
             if GIVES:
@@ -424,6 +474,6 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         else:
             if GIVES:
                 take_registers()
-            multiply(shared, uint32(role - uint32(1)), q, k, o, lse, scale, offset)
+            multiply(shared, uint32(role - uint32(1)), q, k, o, lse, scale2, offset)
 
     return hopper

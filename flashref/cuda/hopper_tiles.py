@@ -12,6 +12,8 @@ before 0 of `empty`, which counts as over, and each time round the parity flips 
 
 Both sides must come to the same tiles in the same order, and nobody tells them: `tile_of` and
 `key_tiles` are all that they share.
+
+Line numbers are those of FlashAttention-3's Algorithm 1.
 """
 
 import types
@@ -23,7 +25,7 @@ from flashref.cuda import ptx_hopper as hx
 from flashref.cuda.tma import BYTES, COLUMNS
 
 LINE = 128  # bytes: 64 columns of a row
-SWIZZLED = 1024  # bytes after which the swizzle repeats: tiles start at multiples
+SWIZZLE_BYTES = 1024  # bytes after which the swizzle repeats: tiles start at multiples
 
 
 def shared_layout(D, schedule):
@@ -65,7 +67,7 @@ def tile_functions(D, schedule, HIDES, inline):
         rows = uint32((uint32(q.shape[2]) + uint32(BR - 1)) // uint32(BR))
         heads = uint32(q.shape[1])
         of_all = uint32(heads * uint32(q.shape[0]))
-        if HIDES:  # long rows first
+        if HIDES:  # long rows first, of all heads
             row, head = uint32(rows - uint32(1) - tile // of_all), uint32(tile % of_all)
         else:  # head after head: the blocks of the moment share their K and V in the cache
             row, head = uint32(tile % rows), uint32(tile // rows)
@@ -79,8 +81,8 @@ def tile_functions(D, schedule, HIDES, inline):
         if HIDES:
             end = int32(first) + BR
             n_q = int32(q.shape[2])
-            sees = int32((n_q if end > n_q else end) + offset)
-            stop = sees if sees < stop else stop
+            last_end = int32((n_q if end > n_q else end) + offset)  # of what the last row sees
+            stop = last_end if last_end < stop else stop
             stop = stop if stop > 1 else int32(1)
         return uint32((uint32(stop) + uint32(BC - 1)) // uint32(BC))
 
@@ -110,7 +112,7 @@ def tile_functions(D, schedule, HIDES, inline):
 
     @inline
     def fill_by_tma(shared, maps, q, k, v, offset):
-        """Fill the buffers as they become empty: one thread (Algorithm 1, lines 4 to 10)."""
+        """Fill the buffers as they become empty: one thread (lines 4 to 10)."""
         q_map = ptx.global_address(maps)
         k_map, v_map = q_map + uint64(BYTES), q_map + uint64(2 * BYTES)
         hx.fence_map(q_map)
@@ -173,6 +175,7 @@ def tile_functions(D, schedule, HIDES, inline):
         """Do the same with all threads: a buffer is published when the next copy is on its way."""
         group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
         n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
+        # keys that some row sees: beyond them zeros arrive, as they do through a tensor map
         seen = int32(n_q + offset) if int32(n_q + offset) < n_k else n_k
         stage, phase, round_ = uint32(0), uint32(1), uint32(0)
         more, first, h, b = tile_of(round_, q)

@@ -3,7 +3,8 @@
 Three things are new. `wgmma` multiplies for four warps at once, reads tiles from shared memory by
 itself, and is not finished when the next instruction starts. TMA copies whole tiles, started by one
 thread. And barriers in shared memory (`mbarrier`) say when either is done. `emulator_hopper.Block`
-does in NumPy what each function here does, late and suspiciously.
+does in NumPy what each function here does: as late as it may, and refusing what only luck would
+make right.
 
 `wgmma`: D = A B + D, with D of 64 × N floats, A 64 × 16 halves, B 16 × N halves, by a warpgroup:
 128 threads, warps 0 … 3. With g = lane // 4 and t = lane % 4, lane g, t of warp w holds of
@@ -15,7 +16,7 @@ does in NumPy what each function here does, late and suspiciously.
 
 B, and A where it is not in registers, lies in shared memory where a descriptor of 64 bits says:
 address / 16 in bits 0 to 13, a leading stride / 16 in bits 16 to 29, another stride / 16 in bits 32
-to 45, and 1 in bits 62 and 63 for the 128-byte swizzle, the only one used here. In it, lines of 128
+to 45; the two bits 62-63 hold 1: the 128-byte swizzle, the only one used here. In it, lines of 128
 bytes hold 64 halves, 8 chunks of 16 bytes; chunk c of a line lies at place c ^ (line % 8), where
 lines are counted from a multiple of 1024 bytes. For a tile stored by rows of at most 64 columns,
 
@@ -30,7 +31,9 @@ phase that must be over. On a new barrier, parity 1 counts as over: buffers begi
 
 A register that an unfinished `wgmma` uses must not be touched; the compiler sees to it only as far
 as it can see. Hence `wait_products` takes the results along: nothing that uses them can be moved
-before it. Where ptxas is not sure, it waits after each product, and says so (C7510 to C7514).
+before it. An A in registers is not: to leave these alone until then is up to ptxas, which knows
+what `wgmma` reads. Where ptxas is not sure, it waits after each product, and says so
+(C7510 to C7514).
 """
 
 from flashref.cuda.ptx import U32, U64, instruction, on_registers
@@ -62,6 +65,7 @@ def wgmma_registers(N, half):
 def _wgmma(N, half, a, a_types, signs_and_transposed, overwrite):
     half, count = WGMMA_DTYPES[half], N // 2
     D = ", ".join(f"${i}" for i in range(count))
+    # whether D is added ("scale-d") is a predicate in PTX, which takes no constant there
     return on_registers(
         f"{{ .reg .pred keep; setp.ne.b32 keep, {int(not overwrite)}, 0; "
         f"wgmma.mma_async.sync.aligned.m64n{N}k16.f32.{half}.{half} {{{D}}}, {a}, "
@@ -107,7 +111,8 @@ load_box = instruction(
     (),
     True,
 )
-# before a tensor map in device memory is used: fence_map(map)
+# fence_map(map), before a tensor map in device memory is used: an ordinary copy brought it there,
+# but TMA reads it by a way of its own (the tensormap proxy), which need not have seen that yet
 fence_map = instruction("fence.proxy.tensormap::generic.acquire.gpu [$0], 128;", [U64], (), True)
 copy_wait_but_one = instruction("cp.async.wait_group 1;", touches_memory=True)
 # what this thread wrote to shared memory itself, `wgmma` will see

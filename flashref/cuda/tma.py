@@ -3,6 +3,9 @@
 A kernel then asks for a tile by its coordinates, with one instruction of one thread: no addresses,
 no guards. TMA cuts at the edges of the array, where zeros come in place of what is not there, and
 lays each line of 128 bytes down swizzled: chunk c (16 bytes) of line r at place c ^ (r % 8).
+
+In CUDA C++ a map is a kernel's parameter (`__grid_constant__`). Numba passes numbers and arrays
+only, so here it lies in device memory, and the kernel needs a fence before it (`fence_map`).
 """
 
 import functools
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-BYTES = 128  # of a map
+BYTES = 128  # of a tensor map
 COLUMNS = 64  # of a box: with 2 bytes each, the 128 bytes that a swizzled line has
 MOST_ROWS = 256  # of a box
 

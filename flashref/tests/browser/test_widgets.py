@@ -51,8 +51,9 @@ class Pair:
         expect(room).to_have_text(self.twin.text, timeout=10_000)
         if self.twin.picture:
             apart = abs(pixels(self.on_page.picture) - pixels(image(self.twin.picture)))
-            # a layout engine's last digits differ from process to process; a bar or a letter is 200
-            assert apart.max() <= 16, "the words are right, the picture is not"
+            # a layout engine's last digits differ from process to process, and with them the 256
+            # colours: some tens of 255; a bar or a letter is 200
+            assert apart.max() <= 100, "the words are right, the picture is not"
 
 
 def pixels(html):
