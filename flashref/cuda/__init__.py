@@ -39,9 +39,9 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     return_lse : bool
         Whether to return lse too.
     kernel : {"auto", "naive", "tiled", "registers", "tensor_core", "hopper"}
-        The rung; "auto" takes the fastest one for the dtype and the card, but not yet hopper, which
-        has run in its emulator only. hopper is for compute capability 9.0; where card, widths or
-        strides do not allow it, tensor_core runs, and a FallbackWarning says why.
+        The rung; "auto" takes the fastest one for the arrays and the card. hopper is for compute
+        capability 9.0; where card, widths or strides do not allow it and it was asked for,
+        tensor_core runs, and a FallbackWarning says why.
 
     Returns
     -------
@@ -70,10 +70,13 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     return launch.forward(q, k, v, scale, causal, return_lse, kernel)
 
 
-def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False, kernel="auto"):
+def flash_attention_2_backward(
+    do, q, k, v, o, lse, *, scale=None, causal=False, kernel="auto", deterministic=False
+):
     """Return the gradients, computed on the GPU: P is recomputed from lse, as in Algorithm 2.
 
-    Deterministic: every sum has one order, also that over the heads that share a key head.
+    tensor_core takes one pass over the keys, 5 products, in which its blocks add to dq in whatever
+    order they come, or two passes and 7 products: see `deterministic`.
 
     Parameters
     ----------
@@ -87,6 +90,11 @@ def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False,
         As in the forward pass.
     kernel : {"auto", "tiled", "tensor_core"}
         The rung; "auto" takes the one for the dtype.
+    deterministic : bool
+        True: every sum has one order, and equal calls give equal bits. False: so have dk and dv,
+        also over the heads that share a key head, but the last bits of dq may differ from call to
+        call; that is faster, and takes 4 bytes more of the GPU's memory for each number of dq
+        (rows of up to 64 columns count as 64, longer ones as 128). tiled is deterministic always.
 
     Returns
     -------
@@ -101,11 +109,13 @@ def flash_attention_2_backward(do, q, k, v, o, lse, *, scale=None, causal=False,
     -----
     In tensor_core, P and dS are rounded to halves before the products that sum them up; in float16
     a dS beyond 65504 is infinite. What a NaN or infinity reaches is as in the forward pass: rows of
-    its block of queries or keys, and nothing where nobody there sees it.
+    its block of queries or keys, and nothing where nobody there sees it. In one pass, one in a row
+    of k can also reach dq of each query in whose tile of up to 64 any query sees any key of the
+    same block of up to 128.
     """
     from flashref.cuda import launch
 
-    return launch.backward(do, q, k, v, o, lse, scale, causal, kernel)
+    return launch.backward(do, q, k, v, o, lse, scale, causal, kernel, deterministic=deterministic)
 
 
 def block_sparse_attention(
@@ -146,8 +156,9 @@ def block_sparse_attention(
 
 
 def block_sparse_attention_backward(
-    do, q, k, v, o, lse, block_mask, *, block_q, block_k, scale=None, causal=False
-):
+    do, q, k, v, o, lse, block_mask, *, block_q, block_k, scale=None, causal=False,
+    deterministic=False,
+):  # fmt: skip
     """Return the gradients of block-sparse attention, without touching the absent tiles.
 
     Parameters
@@ -158,6 +169,8 @@ def block_sparse_attention_backward(
         As in `block_sparse_attention`.
     o, lse : arrays
         What the forward pass returned.
+    deterministic : bool
+        As in `flash_attention_2_backward`.
 
     Returns
     -------
@@ -172,4 +185,4 @@ def block_sparse_attention_backward(
     from flashref.cuda import launch
 
     mask = block_mask, block_q, block_k
-    return launch.sparse_backward(do, q, k, v, o, lse, *mask, scale, causal)
+    return launch.sparse_backward(do, q, k, v, o, lse, *mask, scale, causal, deterministic)

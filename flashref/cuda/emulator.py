@@ -40,7 +40,8 @@ class Block:
         self.read = np.full((2, shared_bytes), -1)
         self.barriers = 0
         self.arrays, self.pending = [], [[]]
-        self.count = {"mma": 0, "ldmatrix": 0, "bytes copied": 0, "rows on one bank": 0}
+        self.count = {"mma": 0, "ldmatrix": 0, "bytes copied": 0, "bytes added": 0}
+        self.count["rows on one bank"] = 0
 
     # -- what `numba.cuda` offers -----------------------------------------------------------------
     def cuda(self, block_index, grid):
@@ -170,6 +171,20 @@ class Block:
         floats = self.shared[where].copy().view(np.float32)
         return tuple(floats[:, i] for i in range(4))
 
+    def store_shared(self, address, value):
+        """Store 32 bits by every thread."""
+        address = self.full(address, np.int64)
+        assert (address % 4 == 0).all() and address.min() >= 0
+        assert address.max() + 4 <= self.shared.size
+        banks = (address // 4 % 32).reshape(self.warps, 32)
+        most = max(np.bincount(row).max() for row in banks)
+        self.count["rows on one bank"] = max(self.count["rows on one bank"], int(most))
+        where, warp = address[:, None] + np.arange(4), self.warp[:, None]
+        self._check_write(where, warp)
+        data = np.ascontiguousarray(self.full(value, np.uint32))
+        self.shared[where] = data.view(np.uint8).reshape(-1, 4)
+        self.written[0][where], self.written[1][where] = self.barriers, warp
+
     # -- matrix products --------------------------------------------------------------------------
     def mma_f16(self, a0, a1, a2, a3, b0, b1, c0, c1, c2, c3):
         """Return A B + C of every warp, as fragments, for float16."""
@@ -234,6 +249,10 @@ class Block:
         """Return two floats by every thread whose guard is not 0, zeros by the others."""
         return self._load(np.float32, 2, address, guard)
 
+    def load_f32x4(self, address, guard):
+        """Return four floats by every thread whose guard is not 0, zeros by the others."""
+        return self._load(np.float32, 4, address, guard)
+
     def load_f32(self, address, guard):
         """Return a float by every thread whose guard is not 0, zero by the others."""
         return self._load(np.float32, 1, address, guard)[0]
@@ -254,11 +273,37 @@ class Block:
         """Store a float by every thread whose guard is not 0."""
         self._store(address, self.full(value, np.float32), guard)
 
+    def store_b32x4(self, address, a, b, c, d, guard):
+        """Store 4 times 32 bits by every thread whose guard is not 0."""
+        self._store(address, np.stack([self.full(x, np.uint32) for x in (a, b, c, d)], 1), guard)
+
+    def store_f32x4(self, address, a, b, c, d, guard):
+        """Store four floats by every thread whose guard is not 0."""
+        self._store(address, np.stack([self.full(x, np.float32) for x in (a, b, c, d)], 1), guard)
+
     def _store(self, address, value, guard):
         memory, offset = self._bytes(address)
         do = self.full(guard) != 0
-        data = np.ascontiguousarray(value).view(np.uint8).reshape(-1, 4)
-        memory[offset[do][:, None] + np.arange(4)] = data[do]
+        data = np.ascontiguousarray(value).view(np.uint8).reshape(self.threads, -1)
+        n = data.shape[1]
+        assert (offset[do] % n == 0).all(), f"not aligned to {n} bytes"
+        memory[offset[do][:, None] + np.arange(n)] = data[do]
+
+    def add_f32x4(self, address, a, b, c, d):
+        """Add four floats to neighbours in memory by every thread."""
+        assert (self._bytes(address)[1] % 16 == 0).all(), "not aligned to 16 bytes"
+        self._add(address, (a, b, c, d), 4)
+
+    def add_f32_128_apart(self, address, a, b, c, d):
+        """Add four floats to memory, 128 bytes apart, by every thread."""
+        self._add(address, (a, b, c, d), 128)
+
+    def _add(self, address, values, stride):
+        memory, offset = self._bytes(address)
+        assert (offset % 4 == 0).all(), "not aligned to 4 bytes"
+        for i, x in enumerate(values):  # threads that meet at an address all count
+            np.add.at(memory.view(np.float32), (offset + i * stride) // 4, self.full(x))
+        self.count["bytes added"] += 16 * self.threads
 
 
 def unpack_f16(register):
@@ -312,7 +357,8 @@ def attention(
 
 
 def attention_backward(
-    do, q, k, v, o, lse, *, half="float16", scale=None, causal=False, blocks=None, tiles=None
+    do, q, k, v, o, lse, *, half="float16", scale=None, causal=False, blocks=None, tiles=None,
+    deterministic=False, capability=(9, 0),
 ):  # fmt: skip
     """Return dq, dk, dv and the counts of the backward kernels, emulated block by block.
 
@@ -326,6 +372,10 @@ def attention_backward(
         As in `attention`.
     blocks : dict, optional
         "keys" and "queries": what each pass has in `tensor_core_backward.KEYS` and `.QUERIES`.
+    deterministic : bool
+        As in `flashref.cuda.flash_attention_2_backward`.
+    capability : tuple
+        Of the card: from (9, 0) on, additions to memory take four floats at once.
 
     Returns
     -------
@@ -333,9 +383,10 @@ def attention_backward(
     counts : dict
         As in `attention`.
     """
-    blocks = blocks or {"keys": (32, 16, 2, True), "queries": (32, 16, 2, True)}
+    blocks = blocks or {"keys": (32, 16, 2, True, 1), "queries": (32, 16, 2, True)}
     results = [_unwritten(x.shape) for x in (q, k, v)]
     run = _Run(half, blocks, tiles)
+    run.deterministic, run.capability = deterministic, capability
     run.rung("backward", do, q, k, v, o, lse, *results, *_rules(q, k, scale, causal))
     return *results, run.counts
 
@@ -379,10 +430,14 @@ class _Run:
         """Return the first kernel: NumPy has memory enough."""
         return kernels[0]
 
+    def order(self, grid):
+        """Return the blocks of a launch in the order in which they run; a GPU promises none."""
+        return np.ndindex(*grid)
+
     def __call__(self, kernel, grid, *arguments):
         """Run the blocks of a launch one after the other."""
         arguments = [np.float32(x) if isinstance(x, float) else x for x in arguments]
-        for index in np.ndindex(*grid):
+        for index in self.order(grid):
             block = Block(kernel.threads, kernel.shared_bytes)
             with _in_place_of_numba(block, index, grid):
                 kernel.build().function(*arguments)

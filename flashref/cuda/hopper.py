@@ -24,18 +24,19 @@ has none.
 
 Each step can be switched off, in `Schedule`; `steps` has them in the order of the lesson.
 
-What it costs, with up to 64, 128, 256 columns: 192, 128, 128 queries a block; 91, 165, 230 KB of
-shared memory (Q; K and V of two tiles of 128, 128, 80 keys). Registers: those of the block are
-dealt out anew (`setmaxnreg`, see `REGISTERS`), 24 or 32 to a thread that copies, 160 with three
-warpgroups that multiply and 240 with two: (D + BC) / 2 for O and S, BC / 4 for P, the rest for
-everything else.
-What is bad about it: it is bound to one chip (sm_90a), and most of it is protocol. A short sequence
-has too few tiles for it, or ends on a few; a causal one starts with S and softmax of its first tile
-while nothing else is under way. The result leaves in 4-byte stores. And, from reading, not yet from
-measuring: the first K of the next tile of queries waits for Q's buffer, though its own is empty; a
-warpgroup whose rows see nothing of a tile near the diagonal multiplies and masks all of it; long
-rows first, of all heads, means that with many heads no K or V is still in the cache when the next
-rows of its head come.
+Nobody does what is of no use: a warpgroup that sees nothing of a tile of keys hands its buffers on,
+and its turn. A causal walk takes some heads at a time (`section_for`), so that their K and V are
+still in the cache when the next rows come.
+
+What it costs, with up to 64, 128, 256 columns: 192, 128, 128 queries a block; 113, 193, 225 KiB of
+shared memory (two tiles of Q, or one of 256 columns; K and V of two tiles of 128, 128, 80 keys).
+Registers: those of the block are dealt out anew (`setmaxnreg`, see `REGISTERS`), 24 or 32 to a
+thread that copies, 160 with three warpgroups that multiply and 240 with two: (D + BC) / 2 for O and
+S, BC / 4 for P, the rest for everything else.
+What is bad about it: it is bound to one chip (sm_90a), and most of it is protocol. Each tile of
+queries starts with an S and a softmax, and ends with a P V, that have nothing of their own
+warpgroup beside them: a short sequence, above all a causal one, is mostly starts and ends, and
+wants smaller tiles (`SHORT`).
 
 What is hard to see, coming from CUDA C++: an `if` on a constant (`TURNS`), or on an argument that
 every caller gives as one (`masked`), is decided at compile time; arrays like S are registers, since
@@ -52,6 +53,7 @@ import functools
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 from numba import cuda, float32, int32, int64, uint32, uint64
 
 from flashref.cuda import ptx
@@ -63,11 +65,12 @@ from flashref.cuda.tensor_core import LEAST_SCALE, LN_2, MASKED
 
 ALL = 0xFFFFFFFF  # lanes of a warp
 # Registers of a thread that copies, and of one that multiplies, by (tma, warpgroups that multiply).
-# A block starts with the same for all: 384 · 168 = 64,512, or 512 · 128 = 65,536. So much there is
-# to deal out, and each pair deals out all of it: 128 (24 + 2 · 240) = 64,512, 128 (32 + 3 · 160) =
-# 65,536. `inc` waits until `dec` has given enough: for one step (8) more, for ever
+# A block starts with the same for all: 384 · 168 = 64,512, 512 · 128 = 65,536, 640 · 96 = 61,440.
+# So much there is to deal out, and each pair with TMA deals out all of it: 128 (24 + 2 · 240) =
+# 64,512, and so on. `inc` waits until `dec` has given enough: for one step (8) more, for ever
 REGISTERS = {
-    (True, 2): (24, 240), (True, 3): (32, 160), (False, 2): (56, 224), (False, 3): (56, 152),
+    (True, 2): (24, 240), (True, 3): (32, 160), (True, 4): (32, 112),
+    (False, 2): (56, 224), (False, 3): (56, 152), (False, 4): (64, 104),
 }  # fmt: skip
 
 
@@ -78,6 +81,7 @@ class Schedule:
     warpgroups: int  # that multiply, each 64 rows of queries; one more copies
     BC: int  # keys of a tile
     stages: int = 2  # tiles of K, and of V, in shared memory
+    query_stages: int = 2  # tiles of Q there
     give_registers: bool = True  # from the threads that copy to those that multiply
     tma: bool = True  # else cp.async, by all threads of the copying warpgroup
     overlap: bool = True  # P V of the tile before starts with S, and goes on during the softmax
@@ -86,28 +90,38 @@ class Schedule:
 
     def __post_init__(self):
         """Refuse what would not compile, or would wait for ever, in words."""
-        if self.BC % 16 or not 16 <= self.BC <= 256 or not 1 <= self.warpgroups <= 3:
+        if self.BC % 16 or not 16 <= self.BC <= 256 or not 1 <= self.warpgroups <= 4:
             raise ValueError(
-                f"{self}: BC must be a multiple of 16 from 16 to 256, warpgroups 1 to 3"
+                f"{self}: BC must be a multiple of 16 from 16 to 256, warpgroups 1 to 4"
             )
-        if self.stages < 1:
-            raise ValueError(f"{self}: stages must be at least 1")
+        if self.stages < 1 or self.query_stages < 1:
+            raise ValueError(f"{self}: stages and query_stages must be at least 1")
         # threads publish K_n after they have started to copy V_n, which takes the buffer of
         # V_(n-1); with overlap, that one is not used before K_n is there
         if self.stages == 1 and self.overlap and not self.tma:
             raise ValueError(f"{self}: stages must be at least 2 with overlap and without tma")
 
 
-BEST = {64: Schedule(3, 128), 128: Schedule(2, 128), 256: Schedule(2, 80)}  # by columns
+BEST = {  # by columns
+    64: Schedule(3, 128), 128: Schedule(2, 128), 256: Schedule(2, 80, query_stages=1),
+}  # fmt: skip
+SHORT = {  # by columns, and whether some rows do not see all keys: up to so many keys
+    (64, False): (1024, Schedule(4, 64, stages=5)), (64, True): (4096, Schedule(4, 64, stages=5)),
+    (128, True): (512, Schedule(2, 64, stages=4)),
+}  # fmt: skip
 STEPS = {  # what each adds to those before it
     "wgmma": (), "registers": ("give_registers",), "TMA": ("tma",), "overlap": ("overlap",),
     "turns": ("take_turns",), "persistent": ("persistent",),
 }  # fmt: skip
 
 
-def schedule_for(D, n_q, n_k):
-    """Return the fastest schedule known for up to D columns; the lengths do not matter yet."""
-    return BEST[D]
+def schedule_for(D, n_k, hides):
+    """Return the fastest schedule known for up to D columns; hides: some rows do not see all keys.
+
+    Measured on an H200: `results` has what they reach, lesson 12 what was tried.
+    """
+    most, schedule = SHORT.get((D, hides), (-1, None))
+    return schedule if n_k <= most else BEST[D]
 
 
 def steps(D):
@@ -122,17 +136,18 @@ def steps(D):
 
 def forward(run, q, k, v, o, lse, scale, offset):
     """Launch the kernel; row i sees the keys below i + 1 + offset."""
-    n_q, n_k = q.shape[2], k.shape[2]
+    n_q, n_k, heads = q.shape[2], k.shape[2], q.shape[0] * q.shape[1]
     if n_q == 0:
         return
     D = next(D for D in BEST if max(q.shape[3], v.shape[3]) <= D)
-    schedule = run.blocks or schedule_for(D, n_q, n_k)
     # row 0 sees the fewest keys, those below 1 + offset: not all of them? With no keys at all, the
     # one tile is masked as a whole
     hides = 1 + offset < n_k or n_k == 0
+    schedule = run.blocks or schedule_for(D, n_k, hides)
     kernel = forward_kernel(D, run.dtype, schedule, hides, scale < 0)
-    tiles = cdiv(n_q, kernel.rows) * q.shape[1] * q.shape[0]
-    blocks = min(tiles, run.multiprocessors) if schedule.persistent else tiles
+    rows = cdiv(n_q, kernel.rows)
+    blocks = min(rows * heads, run.multiprocessors) if schedule.persistent else rows * heads
+    section = section_for(rows, heads, blocks) if hides else heads
     # keys that no row sees are not in the maps: zeros arrive, so that a NaN in them meets no weight
     # of 0. One that some row sees can still reach rows that do not see it, of any block that works
     # on its tile: there, 0 · NaN is NaN (the notes of `flash_attention_2` say so)
@@ -142,7 +157,32 @@ def forward(run, q, k, v, o, lse, scale, offset):
         (q, n_q, kernel.rows), (keys, seen, schedule.BC), (values, seen, schedule.BC)
     )
     scale2 = max(abs(scale) * LOG2_E, LEAST_SCALE)  # of scores in base 2; `negative` has the sign
-    run(kernel, (blocks, 1, 1), maps, q, k, v, o, lse, scale2, offset)
+    run(kernel, (blocks, 1, 1), maps, q, k, v, o, lse, scale2, offset, section)
+
+
+@functools.lru_cache(1024)
+def section_for(rows, heads, blocks):
+    """Return how many heads a causal walk takes at a time, each with so many tiles of queries.
+
+    Few enough that their K and V stay in the cache: as many as fill 2, 4, 6, or 8 turns of the
+    blocks (`tile_of`). Of these, the smallest number that leaves the busiest block hardly more to
+    do than any other, where tile i of a head takes i + 1 steps.
+    """
+
+    def steps_of_blocks(here, turns):
+        steps = np.zeros(turns * blocks, int)
+        steps[: here * rows] = np.repeat(np.arange(rows, 0, -1), here)
+        steps = steps.reshape(turns, blocks)
+        return steps[::2].sum(0) + steps[1::2, ::-1].sum(0)
+
+    def busiest(section):
+        turns = 2 * cdiv(section * rows, 2 * blocks)
+        full, rest = divmod(heads, section)
+        return (full * steps_of_blocks(section, turns) + steps_of_blocks(rest, turns)).max()
+
+    fitting = {min(heads, max(1, pairs * 2 * blocks // rows)) for pairs in (1, 2, 3, 4)}
+    work = {section: busiest(section) for section in sorted(fitting)}
+    return next(section for section in work if work[section] <= 1.02 * min(work.values()))
 
 
 @functools.cache
@@ -150,7 +190,7 @@ def forward_kernel(D, half, schedule, hides, negative):
     """Return the kernel for up to D columns; `hides`: some rows do not see all keys."""
     return Kernel(
         forward_function(D, half, schedule, hides, negative, inline),
-        (MAPS, *[HALF_4D] * 4, F32_3D, F32, I32), threads=128 * (schedule.warpgroups + 1),
+        (MAPS, *[HALF_4D] * 4, F32_3D, F32, I32, I32), threads=128 * (schedule.warpgroups + 1),
         shared_bytes=SWIZZLE_BYTES + shared_layout(D, schedule).end, rows=64 * schedule.warpgroups,
         columns=schedule.BC, name=f"{64 * schedule.warpgroups} × {schedule.BC}", per_processor=1,
     )  # fmt: skip
@@ -159,7 +199,9 @@ def forward_kernel(D, half, schedule, hides, negative):
 def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     """Return the kernel as a Python function; `inline` decorates its device functions."""
     WARPGROUPS, BC, STAGES, TMA = schedule.warpgroups, schedule.BC, schedule.stages, schedule.tma
+    BR = 64 * WARPGROUPS
     OVERLAP = schedule.overlap
+    QUERY_STAGES = schedule.query_stages
     GIVES = schedule.give_registers and WARPGROUPS > 1  # of two warpgroups, both have enough
     TURNS = schedule.take_turns and OVERLAP and WARPGROUPS > 1  # one alone would only meet itself
     TURN_THREADS = 256  # of a turn's named barrier: 128 that wait for it, 128 that announce it
@@ -168,11 +210,12 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     FULL_ARRIVALS = 1 if TMA else 128  # one of each thread that copies
     EMPTY_ARRIVALS = 4 * WARPGROUPS  # one of each warp that multiplies
     at = shared_layout(D, schedule)
-    K, V, TILE = at.K, at.V, at.tile
+    K, V, Q_TILE, TILE = at.K, at.V, at.query_tile, at.tile
     FULL_Q, EMPTY_Q, FULL_K, EMPTY_K = at.full_Q, at.empty_Q, at.full_K, at.empty_K
     FULL_V, EMPTY_V = at.full_V, at.empty_V
     f = tile_functions(D, schedule, HIDES, inline)
-    tile_of, key_tiles, next_buffer = f.tile_of, f.key_tiles, f.next_buffer
+    tile_of, key_tiles = f.tile_of, f.key_tiles
+    next_query, next_buffer = f.next_query, f.next_buffer
     fill_by_tma, fill_by_threads = f.fill_by_tma, f.fill_by_threads
     if GIVES:
         fewer, many = REGISTERS[TMA, WARPGROUPS]
@@ -198,9 +241,9 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         return uint64(bits) | uint64((address & uint32(0x3FFFF)) >> uint32(4))
 
     @inline
-    def descriptor_at_stage(first, stage):
+    def descriptor_at_stage(first, stage, size):
         """Return the descriptor of a stage's buffer, from that of stage 0."""
-        return first + uint64(stage * uint32(TILE // 16))
+        return first + uint64(stage * uint32(size // 16))
 
     @inline
     def start_scores(S, Q_i, K_j):
@@ -290,22 +333,30 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
             hx.arrive(barrier)
 
     @inline
+    def wait_for_turn(warpgroup):
+        if TURNS:  # named barrier 0 is that of syncthreads
+            hx.named_sync(uint32(1) + warpgroup, uint32(TURN_THREADS))
+
+    @inline
+    def give_turn(warpgroup):
+        if TURNS:
+            following = uint32(warpgroup + uint32(1))
+            if following == uint32(WARPGROUPS):
+                following = uint32(0)
+            hx.named_arrive(uint32(1) + following, uint32(TURN_THREADS))
+
+    @inline
     def overlapped_step(
         S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, K_stage, K_phase, V_stage,
         V_phase, warpgroup, masked, limit0, limit1,
     ):  # fmt: skip
         """S = Q_i K_jᵀ with O = O + P V of the tile before, then P (lines 8 to 16)."""
         hx.wait(shared + uint32(FULL_K) + uint32(8) * K_stage, K_phase)
-        if TURNS:  # named barrier 0 is that of syncthreads
-            hx.named_sync(uint32(1) + warpgroup, uint32(TURN_THREADS))
-        start_scores(S, Q_i, descriptor_at_stage(K_0, K_stage))
+        wait_for_turn(warpgroup)
+        start_scores(S, Q_i, descriptor_at_stage(K_0, K_stage, TILE))
         hx.wait(shared + uint32(FULL_V) + uint32(8) * V_stage, V_phase)
-        start_output(O, P, descriptor_at_stage(V_0, V_stage))
-        if TURNS:
-            following = uint32(warpgroup + uint32(1))
-            if following == uint32(WARPGROUPS):
-                following = uint32(0)
-            hx.named_arrive(uint32(1) + following, uint32(TURN_THREADS))
+        start_output(O, P, descriptor_at_stage(V_0, V_stage, TILE))
+        give_turn(warpgroup)
         # from here to wait_output, P V is under way: it changes O and reads P. O is safe since the
         # wait takes it along; that new P's get other registers meanwhile is up to ptxas alone
         wait_only_scores(S)
@@ -319,6 +370,26 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         round_to(P, S)
 
     @inline
+    def pass_over(shared, stage, phase, warpgroup):
+        """Hand on the buffers of a tile, unused, and the turn.
+
+        Not before they are full: until then, an arrival would count for the round before.
+        """
+        hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
+        empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
+        wait_for_turn(warpgroup)
+        give_turn(warpgroup)
+        hx.wait(shared + uint32(FULL_V) + uint32(8) * stage, phase)
+        empty(shared + uint32(EMPTY_V) + uint32(8) * stage)
+
+    @inline
+    def swapped(x, y, lane, distance):
+        """Return x and y when y has been swapped with the x of the lane `distance` further on."""
+        upper = (lane & distance) == distance
+        got = uint32(cuda.shfl_xor_sync(ALL, int32(cuda.selp(upper, x, y)), distance))
+        return cuda.selp(upper, got, x), cuda.selp(upper, y, got)
+
+    @inline
     def store(O, m, l, o, lse, i, h, b, n_k, offset, scale2):
         """O / l and L = m + log l go home (line 20), of this thread's rows i and i + 8.
 
@@ -330,6 +401,7 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
             int64(b) * lse.strides[0] + int64(h) * lse.strides[1]
         )
         t = int32(cuda.threadIdx.x) & 3
+        four = cuda.local.array(4, uint32)
         for row in range(2):
             sum_l = l[row]
             sum_l += cuda.shfl_xor_sync(ALL, sum_l, 1)
@@ -341,21 +413,33 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                 L = cuda.selp(sees_any, L, float32(-math.inf))
             writes_L = int32(cuda.selp(t == 0, here, n_q) < n_q)
             ptx.store_f32(lse_head + uint64(int64(here) * 4), L, writes_L)
-            for tile in range(O_TILES):
-                x, c = 4 * tile + 2 * row, tile * 8 + t * 2
-                pair = pack(O[x] * inverse, O[x + 1] * inverse)
-                if HIDES:
-                    pair = cuda.selp(sees_any, pair, uint32(0))
+            # of four tiles of 8 columns, each of a row's four lanes has two columns; when they
+            # have swapped (a 4 × 4 matrix, transposed), each has all eight of one: 16 bytes
+            to = o_head + uint64(int64(here) * o.strides[2] + t * 16)
+            for tile in range(0, O_TILES, 4):
+                for x in range(4):
+                    y = 4 * (tile + x) + 2 * row
+                    pair = pack(O[y] * inverse, O[y + 1] * inverse)
+                    if HIDES:
+                        pair = cuda.selp(sees_any, pair, uint32(0))
+                    four[x] = pair
+                four[0], four[1] = swapped(four[0], four[1], t, 1)
+                four[2], four[3] = swapped(four[2], four[3], t, 1)
+                four[0], four[2] = swapped(four[0], four[2], t, 2)
+                four[1], four[3] = swapped(four[1], four[3], t, 2)
+                c = tile * 8 + t * 8
                 inside = int32(cuda.selp(c < d_v, here, n_q) < n_q)
-                ptx.store_b32(o_head + uint64(int64(here) * o.strides[2] + c * 2), pair, inside)
+                hx.store_b32x4(
+                    to + uint64(tile * 16), four[0], four[1], four[2], four[3], inside
+                )  # fmt: skip
 
     @inline
-    def multiply(shared, warpgroup, q, k, o, lse, scale2, offset):
+    def multiply(shared, warpgroup, q, k, o, lse, scale2, offset, section):
         """Walk over the tiles of queries, and for each over its tiles of keys, from the last."""
         thread = int32(cuda.threadIdx.x)
-        row = int32(warpgroup) * 64 + ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)
+        row = ((thread >> 5) & 3) * 16 + ((thread & 31) >> 2)  # of the warpgroup's 64
         column = (thread & 3) * 2
-        Q_i = descriptor(BY_ROWS, shared + warpgroup * uint32(64 * LINE))
+        Q_0 = descriptor(BY_ROWS, shared + warpgroup * uint32(64 * LINE))
         K_0 = descriptor(BY_ROWS, shared + uint32(K))
         V_0 = descriptor(BY_COLUMNS, shared + uint32(V))
         S = cuda.local.array(N_S, float32)
@@ -366,33 +450,40 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         correction = cuda.local.array(2, float32)
         if TURNS:
             if warpgroup == uint32(0):  # the first turn is free
-                hx.named_arrive(uint32(1), uint32(256))
+                hx.named_arrive(uint32(1), uint32(TURN_THREADS))
         n_k = int32(k.shape[2])
-        stage, phase, round_ = uint32(0), uint32(0), uint32(0)
-        more, first, h, b = tile_of(round_, q)
+        stage, phase = uint32(0), uint32(0)
+        q_stage, q_phase = uint32(0), uint32(0)
+        more, first, h, b, turn = tile_of(uint32(0), q, section)
         while more:
-            j = key_tiles(first, q, k, offset)
-            # the end of the keys that all rows of the tile see, and of those that each of this
-            # thread's rows sees, minus its first column
+            j = key_tiles(first, BR, q, k, offset)
+            first = uint32(first + uint32(64) * warpgroup)  # row of this warpgroup
+            # the end of the keys that all its rows see, and of those that each of this thread's
+            # rows sees, minus its first column
             full, limit0, limit1 = n_k, int32(n_k - column), int32(n_k - column)
             if HIDES:
-                first_end = int32(first) + 1 + offset  # of what the tile's first row sees
+                first_end = int32(first) + 1 + offset  # of what its first row sees
                 full = first_end if first_end < n_k else n_k
                 end0 = int32(first_end + row)
                 limit0 = int32(cuda.selp(end0 < n_k, end0, n_k) - column)
                 end1 = int32(end0 + 8)
                 limit1 = int32(cuda.selp(end1 < n_k, end1, n_k) - column)
-            for x in range(0, N_O, 4):
-                for e in range(4):
-                    O[x + e] = float32(0)
+            own = key_tiles(first, 64, q, k, offset)
+            while j > own:  # only other warpgroups see this tile
+                j = uint32(j - uint32(1))
+                pass_over(shared, stage, phase, warpgroup)
+                stage, phase = next_buffer(stage, phase)
+            for x in range(N_O):
+                O[x] = float32(0)
             for row_of_two in range(2):
                 m[row_of_two] = float32(MASKED)
                 l[row_of_two] = float32(0)
-            hx.wait(shared + uint32(FULL_Q), round_ & uint32(1))
+            hx.wait(shared + uint32(FULL_Q) + uint32(8) * q_stage, q_phase)
+            Q_i = descriptor_at_stage(Q_0, q_stage, Q_TILE)
             if OVERLAP:  # Algorithm 2; the first scores have nothing beside them (lines 4 to 6)
                 j = uint32(j - uint32(1))
                 hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
-                start_scores(S, Q_i, descriptor_at_stage(K_0, stage))
+                start_scores(S, Q_i, descriptor_at_stage(K_0, stage, TILE))
                 wait_scores(S)
                 empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                 start = int32(j * uint32(BC))
@@ -418,9 +509,10 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                         S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, stage, phase,
                         before, phase_before, warpgroup, False, limit0, limit1,
                     )  # fmt: skip
-                empty(shared + uint32(EMPTY_Q))  # and the last output has nothing (18, 19)
+                # and the last output has nothing (18, 19)
+                empty(shared + uint32(EMPTY_Q) + uint32(8) * q_stage)
                 hx.wait(shared + uint32(FULL_V) + uint32(8) * stage, phase)
-                start_output(O, P, descriptor_at_stage(V_0, stage))
+                start_output(O, P, descriptor_at_stage(V_0, stage, TILE))
                 wait_output(O)
                 empty(shared + uint32(EMPTY_V) + uint32(8) * stage)
                 stage, phase = next_buffer(stage, phase)
@@ -428,7 +520,7 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                 while j > uint32(0):
                     j = uint32(j - uint32(1))
                     hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
-                    start_scores(S, Q_i, descriptor_at_stage(K_0, stage))
+                    start_scores(S, Q_i, descriptor_at_stage(K_0, stage, TILE))
                     wait_scores(S)
                     empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                     start = int32(j * uint32(BC))
@@ -438,21 +530,23 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                     rescale(O, correction)
                     round_to(P, S)
                     hx.wait(shared + uint32(FULL_V) + uint32(8) * stage, phase)
-                    start_output(O, P, descriptor_at_stage(V_0, stage))
+                    start_output(O, P, descriptor_at_stage(V_0, stage, TILE))
                     wait_output(O)
                     empty(shared + uint32(EMPTY_V) + uint32(8) * stage)
                     stage, phase = next_buffer(stage, phase)
-                empty(shared + uint32(EMPTY_Q))
+                empty(shared + uint32(EMPTY_Q) + uint32(8) * q_stage)
+            q_stage, q_phase = next_query(q_stage, q_phase)
             store(O, m, l, o, lse, int32(first) + row, h, b, n_k, offset, scale2)
-            round_ = uint32(round_ + uint32(1))
-            more, first, h, b = tile_of(round_, q)
+            more, first, h, b, turn = tile_of(turn, q, section)
 
-    def hopper(maps, q, k, v, o, lse, scale2, offset):
+    def hopper(maps, q, k, v, o, lse, scale2, offset, section):
         memory = ptx.shared_address(cuda.shared.array(0, uint32))
         shared = uint32((memory + uint32(SWIZZLE_BYTES - 1)) & uint32(2**32 - SWIZZLE_BYTES))
         if hx.first_thread():
-            hx.init_barrier(shared + uint32(FULL_Q), uint32(FULL_ARRIVALS))
-            hx.init_barrier(shared + uint32(EMPTY_Q), uint32(EMPTY_ARRIVALS))
+            for stage in range(QUERY_STAGES):
+                barrier = shared + uint32(8 * stage)
+                hx.init_barrier(barrier + uint32(FULL_Q), uint32(FULL_ARRIVALS))
+                hx.init_barrier(barrier + uint32(EMPTY_Q), uint32(EMPTY_ARRIVALS))
             for stage in range(STAGES):
                 barrier = shared + uint32(8 * stage)
                 hx.init_barrier(barrier + uint32(FULL_K), uint32(FULL_ARRIVALS))
@@ -468,12 +562,12 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
             if GIVES:
                 release_registers()
             if not TMA:
-                fill_by_threads(shared, q, k, v, offset)
+                fill_by_threads(shared, q, k, v, offset, section)
             elif hx.first_thread():
-                fill_by_tma(shared, maps, q, k, v, offset)
+                fill_by_tma(shared, maps, q, k, v, offset, section)
         else:
             if GIVES:
                 take_registers()
-            multiply(shared, uint32(role - uint32(1)), q, k, o, lse, scale2, offset)
+            multiply(shared, uint32(role - uint32(1)), q, k, o, lse, scale2, offset, section)
 
     return hopper

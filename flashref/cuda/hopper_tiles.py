@@ -33,13 +33,15 @@ def shared_layout(D, schedule):
 
     A buffer is `full` when its bytes have arrived, `empty` when every warp has used them.
     """
-    q, kv, stages = 128 * D * schedule.warpgroups, 2 * D * schedule.BC, schedule.stages
-    sizes = {"Q": q, "K": stages * kv, "V": stages * kv, "full_Q": 8, "empty_Q": 8}
+    q, kv = 128 * D * schedule.warpgroups, 2 * D * schedule.BC
+    queries, stages = schedule.query_stages, schedule.stages
+    sizes = {"Q": queries * q, "K": stages * kv, "V": stages * kv}
+    sizes |= dict.fromkeys(("full_Q", "empty_Q"), 8 * queries)
     sizes |= dict.fromkeys(("full_K", "empty_K", "full_V", "empty_V"), 8 * stages)
     places, at = {}, 0
     for name, size in sizes.items():
         places[name], at = at, at + size
-    return types.SimpleNamespace(**places, tile=kv, end=at)
+    return types.SimpleNamespace(**places, query_tile=q, tile=kv, end=at)
 
 
 def tile_functions(D, schedule, HIDES, inline):
@@ -49,50 +51,75 @@ def tile_functions(D, schedule, HIDES, inline):
     """
     BR, BC, STAGES, PANELS = 64 * schedule.warpgroups, schedule.BC, schedule.stages, D // COLUMNS
     at = shared_layout(D, schedule)
-    K, V, TILE = at.K, at.V, at.tile
+    K, V, Q_TILE, TILE = at.K, at.V, at.query_tile, at.tile
     FULL_Q, EMPTY_Q, FULL_K, EMPTY_K = at.full_Q, at.empty_Q, at.full_K, at.empty_K
     FULL_V, EMPTY_V = at.full_V, at.empty_V
 
     # -- which tiles: decided here alone ----------------------------------------------------------
     @inline
-    def tile_of(round_, q):
-        """Return this block's tile of a round: is there one; its first row, head, batch element.
+    def tile_of(turn, q, section):
+        """Return this block's next tile of queries, from a turn on.
 
-        Every other round runs backwards, which evens out work that differs.
+        That is: is there one; its first row, head, and batch element; the turn after it. The heads
+        come in sections of so many. In a turn each block takes a tile of the section, every other
+        turn in the opposite order, which evens out work that differs; a section begins with an
+        even turn.
         """
         blocks, block = uint32(cuda.gridDim.x), uint32(cuda.blockIdx.x)
-        if round_ & uint32(1):
-            block = uint32(blocks - uint32(1) - block)
-        tile = uint32(round_ * blocks + block)
         rows = uint32((uint32(q.shape[2]) + uint32(BR - 1)) // uint32(BR))
-        heads = uint32(q.shape[1])
+        heads, section = uint32(q.shape[1]), uint32(section)
         of_all = uint32(heads * uint32(q.shape[0]))
-        if HIDES:  # long rows first, of all heads
-            row, head = uint32(rows - uint32(1) - tile // of_all), uint32(tile % of_all)
-        else:  # head after head: the blocks of the moment share their K and V in the cache
-            row, head = uint32(tile % rows), uint32(tile // rows)
-        more = tile < uint32(rows * of_all)
-        return more, uint32(row * uint32(BR)), uint32(head % heads), uint32(head // heads)
+        turns = uint32(2) * uint32(
+            uint32(section * rows + uint32(2) * blocks - uint32(1)) // uint32(uint32(2) * blocks)
+        )
+        searching = True
+        before, tile, here = uint32(0), uint32(0), uint32(1)
+        while searching:
+            before = uint32(uint32(turn // turns) * section)  # heads of sections that are over
+            if before < of_all:
+                here = uint32(of_all - before) if of_all - before < section else section
+            tile = uint32(uint32(turn % turns) * blocks)
+            if turn & uint32(1):
+                tile = uint32(tile + blocks - uint32(1) - block)
+            else:
+                tile = uint32(tile + block)
+            turn = uint32(turn + uint32(1))
+            searching = before < of_all and tile >= uint32(here * rows)
+        if HIDES:  # long rows first, of all heads of the section
+            row, head = uint32(rows - uint32(1) - tile // here), uint32(before + tile % here)
+        else:  # head after head
+            row, head = uint32(tile % rows), uint32(before + tile // rows)
+        more = before < of_all
+        return more, uint32(row * uint32(BR)), uint32(head % heads), uint32(head // heads), turn
 
     @inline
-    def key_tiles(first, q, k, offset):
-        """Return how many tiles of keys the rows from `first` on see; one, if none: masked."""
-        stop = int32(k.shape[2])
-        if HIDES:
-            end = int32(first) + BR
-            n_q = int32(q.shape[2])
+    def key_tiles(first, count, q, k, offset):
+        """Return how many tiles of keys so many rows from `first` on see.
+
+        One, which is masked, where they see none; and if there are no such rows.
+        """
+        stop, n_q = int32(k.shape[2]), int32(q.shape[2])
+        if int32(first) >= n_q:
+            stop = int32(1)
+        elif HIDES:
+            end = int32(first) + count
             last_end = int32((n_q if end > n_q else end) + offset)  # of what the last row sees
             stop = last_end if last_end < stop else stop
             stop = stop if stop > 1 else int32(1)
         return uint32((uint32(stop) + uint32(BC - 1)) // uint32(BC))
 
-    @inline
-    def next_buffer(stage, phase):
-        """Return the buffer that comes next, and the parity of its next phase."""
-        stage = uint32(stage + uint32(1))
-        if stage == uint32(STAGES):
-            return uint32(0), uint32(phase ^ uint32(1))
-        return stage, phase
+    def next_of(COUNT):
+        @inline
+        def next_buffer(stage, phase):
+            """Return the buffer that comes next, and the parity of its next phase."""
+            stage = uint32(stage + uint32(1))
+            if stage == uint32(COUNT):
+                return uint32(0), uint32(phase ^ uint32(1))
+            return stage, phase
+
+        return next_buffer
+
+    next_query, next_buffer = next_of(schedule.query_stages), next_of(STAGES)
 
     # -- TMA: one thread --------------------------------------------------------------------------
     def box_loader(ROWS):
@@ -111,7 +138,7 @@ def tile_functions(D, schedule, HIDES, inline):
     load_queries, load_keys = box_loader(BR), box_loader(BC)
 
     @inline
-    def fill_by_tma(shared, maps, q, k, v, offset):
+    def fill_by_tma(shared, maps, q, k, v, offset, section):
         """Fill the buffers as they become empty: one thread (lines 4 to 10)."""
         q_map = ptx.global_address(maps)
         k_map, v_map = q_map + uint64(BYTES), q_map + uint64(2 * BYTES)
@@ -119,13 +146,17 @@ def tile_functions(D, schedule, HIDES, inline):
         hx.fence_map(k_map)
         hx.fence_map(v_map)
         group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
-        stage, phase, round_ = uint32(0), uint32(1), uint32(0)  # all are empty: phase 1 is over
-        more, first, h, b = tile_of(round_, q)
+        stage, phase = uint32(0), uint32(1)  # all are empty: phase 1 is over
+        q_stage, q_phase = uint32(0), uint32(1)
+        more, first, h, b, turn = tile_of(uint32(0), q, section)
         while more:
-            hx.wait(shared + uint32(EMPTY_Q), (round_ & uint32(1)) ^ uint32(1))
-            load_queries(shared, q_map, shared + uint32(FULL_Q), first, h, b)
+            barrier = uint32(shared + q_stage * uint32(8))
+            hx.wait(barrier + uint32(EMPTY_Q), q_phase)
+            to = uint32(shared + q_stage * uint32(Q_TILE))
+            load_queries(to, q_map, barrier + uint32(FULL_Q), first, h, b)
+            q_stage, q_phase = next_query(q_stage, q_phase)
             kv_head = uint32(h // group)
-            j = key_tiles(first, q, k, offset)
+            j = key_tiles(first, BR, q, k, offset)
             while j > uint32(0):  # the last keys first: only the first tiles need a mask
                 j = uint32(j - uint32(1))
                 row, buffer = uint32(j * uint32(BC)), uint32(shared + stage * uint32(TILE))
@@ -135,8 +166,7 @@ def tile_functions(D, schedule, HIDES, inline):
                 hx.wait(barrier + uint32(EMPTY_V), phase)
                 load_keys(buffer + uint32(V), v_map, barrier + uint32(FULL_V), row, kv_head, b)
                 stage, phase = next_buffer(stage, phase)
-            round_ = uint32(round_ + uint32(1))
-            more, first, h, b = tile_of(round_, q)
+            more, first, h, b, turn = tile_of(turn, q, section)
 
     # -- cp.async: 128 threads --------------------------------------------------------------------
     def copier(ROWS):
@@ -171,20 +201,23 @@ def tile_functions(D, schedule, HIDES, inline):
         hx.arrive(full)
 
     @inline
-    def fill_by_threads(shared, q, k, v, offset):
+    def fill_by_threads(shared, q, k, v, offset, section):
         """Do the same with all threads: a buffer is published when the next copy is on its way."""
         group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
         n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
         # keys that some row sees: beyond them zeros arrive, as they do through a tensor map
         seen = int32(n_q + offset) if int32(n_q + offset) < n_k else n_k
-        stage, phase, round_ = uint32(0), uint32(1), uint32(0)
-        more, first, h, b = tile_of(round_, q)
+        stage, phase = uint32(0), uint32(1)
+        q_stage, q_phase = uint32(0), uint32(1)
+        more, first, h, b, turn = tile_of(uint32(0), q, section)
         while more:
-            hx.wait(shared + uint32(EMPTY_Q), (round_ & uint32(1)) ^ uint32(1))
-            copy_queries(shared, q, h, b, first, n_q)
-            under_way = uint32(shared + uint32(FULL_Q))
+            barrier = uint32(shared + q_stage * uint32(8))
+            hx.wait(barrier + uint32(EMPTY_Q), q_phase)
+            copy_queries(uint32(shared + q_stage * uint32(Q_TILE)), q, h, b, first, n_q)
+            under_way = uint32(barrier + uint32(FULL_Q))
+            q_stage, q_phase = next_query(q_stage, q_phase)
             kv_head = uint32(h // group)
-            j = key_tiles(first, q, k, offset)
+            j = key_tiles(first, BR, q, k, offset)
             while j > uint32(0):
                 j = uint32(j - uint32(1))
                 row, buffer = uint32(j * uint32(BC)), uint32(shared + stage * uint32(TILE))
@@ -201,10 +234,9 @@ def tile_functions(D, schedule, HIDES, inline):
                 stage, phase = next_buffer(stage, phase)
             ptx.copy_wait()
             publish(under_way)
-            round_ = uint32(round_ + uint32(1))
-            more, first, h, b = tile_of(round_, q)
+            more, first, h, b, turn = tile_of(turn, q, section)
 
     return types.SimpleNamespace(
-        tile_of=tile_of, key_tiles=key_tiles, next_buffer=next_buffer, fill_by_tma=fill_by_tma,
-        fill_by_threads=fill_by_threads,
+        tile_of=tile_of, key_tiles=key_tiles, next_query=next_query, next_buffer=next_buffer,
+        fill_by_tma=fill_by_tma, fill_by_threads=fill_by_threads,
     )  # fmt: skip

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flashref.cuda import arrays, device, tma
 from flashref.cuda.arrays import View
 from flashref.cuda.block_mask import BlockMask
@@ -53,7 +55,6 @@ RUNGS = {  # slowest first
     "tensor_core": Rung(HALVES, (8, 0), 128, copies_16_bytes=True),
     "hopper": Rung(HALVES, (9, 0), 256, copies_16_bytes=True, only=True),
 }
-AUTO = ("naive", "tiled", "registers", "tensor_core")  # and hopper, once it has been measured
 FALLBACK = {"hopper": "tensor_core"}  # what runs, with a warning, where a rung cannot
 WITH_PTX = ("tensor_core", "hopper")
 BACKWARD = ("tiled", "tensor_core")
@@ -95,7 +96,10 @@ class Run:
     shared_limit: int = STATIC_SHARED
     blocks: Any = None  # a rung's own block sizes, in place of its choice
     tiles: BlockMask | None = None  # which tiles are there; None is all
+    device_id: int | None = None  # None in the simulator
     multiprocessors: int = 1
+    capability: tuple = (0, 0)  # of the card
+    deterministic: bool = False  # whether a backward pass must add up in one order
 
     def empty(self, shape):
         """Return a float32 array for the rung's own use."""
@@ -103,13 +107,13 @@ class Run:
 
     def lists(self, own, rows):
         """Return what a kernel takes for its TILE_LISTS: see `BlockMask.lists`."""
-        on_card = _uploaded(_current().id, self.tiles.lists(own, rows))
+        on_card = _uploaded(self.device_id, self.tiles.lists(own, rows))
         return *on_card, self.tiles.blocks(own)[0]
 
     def tensor_maps(self, *boxes):
         """Return the tensor maps of (array, rows of it, rows of a box): a kernel's MAPS."""
         maps = (tma.map_of(x, _address(x), self.dtype, *rows) for x, *rows in boxes)
-        return tma.on_card(_current().id, tuple(maps))
+        return tma.on_card(self.device_id, tuple(maps))
 
     def first_that_fits(self, kernels):
         """Return the first kernel whose shared memory this card can give to a block."""
@@ -133,7 +137,7 @@ class Run:
                     f"and batch are two of these axes; split the batch"
                 )
         self.first_that_fits([kernel])
-        launch = _compiled(kernel, None if device.simulated() else _current().id)
+        launch = _compiled(kernel, self.device_id)
         launch(grid, self.library.stream, values)
 
 
@@ -244,6 +248,17 @@ def _current():
     return cuda.get_current_device()
 
 
+def _limits():
+    """Return what the current card can do, as fields of a Run."""
+    if device.simulated():
+        return {"shared_limit": 2**31}
+    gpu = _current()
+    return {
+        "device_id": gpu.id, "shared_limit": device.shared_limit(gpu),
+        "multiprocessors": gpu.MULTIPROCESSOR_COUNT, "capability": tuple(gpu.compute_capability),
+    }  # fmt: skip
+
+
 def inline(function):
     """Return a device function that is compiled into the place of each call."""
     if device.simulated():
@@ -261,10 +276,11 @@ def forward(q, k, v, scale, causal, return_lse, kernel, blocks=None):
     return (o, lse) if return_lse else o
 
 
-def backward(do, q, k, v, o, lse, scale, causal, kernel, blocks=None):
-    """Answer `flashref.cuda.flash_attention_2_backward`."""
+def backward(do, q, k, v, o, lse, scale, causal, kernel, blocks=None, deterministic=False):
+    """Answer `flashref.cuda.flash_attention_2_backward`; `blocks` as in `forward`."""
+    _check_flag("deterministic", deterministic)
     named = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
-    return _Call(named, scale, causal, kernel, BACKWARD).run_backward(blocks)
+    return _Call(named, scale, causal, kernel, BACKWARD).run_backward(deterministic, blocks)
 
 
 def sparse_forward(q, k, v, block_mask, block_q, block_k, scale, causal, return_lse):
@@ -275,10 +291,19 @@ def sparse_forward(q, k, v, block_mask, block_q, block_k, scale, causal, return_
     return (o, lse) if return_lse else o
 
 
-def sparse_backward(do, q, k, v, o, lse, block_mask, block_q, block_k, scale, causal):
+def sparse_backward(
+    do, q, k, v, o, lse, block_mask, block_q, block_k, scale, causal, deterministic=False
+):
     """Answer `flashref.cuda.block_sparse_attention_backward`."""
+    _check_flag("deterministic", deterministic)
     named = {"do": do, "q": q, "k": k, "v": v, "o": o, "lse": lse}
-    return _Call(named, scale, causal, *_SPARSE, (block_mask, block_q, block_k)).run_backward(None)
+    mask = block_mask, block_q, block_k
+    return _Call(named, scale, causal, *_SPARSE, mask).run_backward(deterministic)
+
+
+def _check_flag(name, value):
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name}={value!r} must be True or False")
 
 
 _SPARSE = "tensor_core", ("tensor_core",)  # the only rung that reads a block mask
@@ -297,31 +322,30 @@ class _Call:
                 raise ValueError(f"{name} has shape {shape}; it needs (n, d) or (..., heads, n, d)")
         lead, self.n_q, self.n_k = check_heads(q, k, v)
         self.o_shape = (*lead, self.n_q, v.shape[-1])
-        options = Options(scale, causal, None, None, None, None, None, 0.0, None, None)
-        rules = check_rules(options, q.shape[-1])
+        rules = check_rules(Options(scale=scale, causal=causal), q.shape[-1])
         self.scale, self.causal = rules["scale"], rules["causal"]
         for name, shape in (("do", self.o_shape), ("o", self.o_shape), ("lse", self.o_shape[:-1])):
             if name in named and self.of[name].shape != shape:
                 raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
         self.tiles = None if mask is None else BlockMask(*mask, self.n_q, self.n_k)
-        self.rung = _choose_rung(kernel, rungs, self.of)
+        on_card = _card_objection if not device.simulated() else lambda rung: None
+        self.rung = _choose_rung(kernel, rungs, self.of, on_card)
         if device.simulated() and self.rung in WITH_PTX:
             raise GpuError(
                 f"Numba's simulator knows no PTX, so it cannot run {self.rung}: give float32 for "
                 f"the other rungs, or see flashref.cuda.emulator"
             )
         if not device.simulated():
-            if (objection := _card_objection(self.rung)) is not None:
-                self.rung = _choose_rung(_instead(self.rung, objection), rungs, self.of)
             if self.library.device and _current().id != self.library.device:
                 cuda.select_device(self.library.device)  # its primary context: libraries share it
 
-    def run_backward(self, blocks):
+    def run_backward(self, deterministic, blocks=None):
         """Return dq, dk, dv."""
         shapes = [self.of[name].shape for name in "qkv"]
-        return self.run("backward", ("do", "q", "k", "v", "o", "lse"), shapes, blocks)
+        names = "do", "q", "k", "v", "o", "lse"
+        return self.run("backward", names, shapes, blocks, bool(deterministic))
 
-    def run(self, direction, names, shapes, blocks):
+    def run(self, direction, names, shapes, blocks, deterministic=False):
         """Run the rung on the named inputs; return new arrays of the given shapes."""
         dtypes = [
             "float32" if shape == self.o_shape[:-1] else self.of["q"].dtype for shape in shapes
@@ -335,46 +359,41 @@ class _Call:
                 for x, shape in zip(results, shapes, strict=True)
             ]
             offset = {True: self.n_k - self.n_q, "top-left": 0, False: self.n_k}[self.causal]
-            limit, multiprocessors = 2**31, 1
-            if not device.simulated():
-                gpu = _current()
-                limit, multiprocessors = device.shared_limit(gpu), gpu.MULTIPROCESSOR_COUNT
             rung = importlib.import_module(f"flashref.cuda.{self.rung}")
-            run = Run(self.library, self.of["q"].dtype, limit, blocks, self.tiles, multiprocessors)
+            run = Run(
+                self.library, self.of["q"].dtype, blocks=blocks, tiles=self.tiles,
+                deterministic=deterministic, **_limits(),
+            )  # fmt: skip
             getattr(rung, direction)(run, *inputs, *outputs, self.scale, offset)
         return tuple(self.library.home(x, self.of["q"]) for x in results)
 
 
-def _choose_rung(kernel, rungs, of):
-    """Return the fastest rung that takes the arrays, or say in words why none does."""
+def _choose_rung(kernel, rungs, of, card_objection=lambda rung: None):
+    """Return the fastest rung for the arrays and the card, or say in words why there is none."""
     if kernel != "auto" and kernel not in rungs:
         raise ValueError(f"kernel={kernel!r} must be one of {', '.join(('auto', *rungs))}")
     shown = ", ".join(f"{name} {x.dtype}" for name, x in of.items())
     dtype = of["q"].dtype
     if any(x.dtype != ("float32" if name == "lse" else dtype) for name, x in of.items()):
         raise TypeError(f"the arrays must have one dtype, and lse float32; these are {shown}")
-    asked = AUTO if kernel == "auto" else (kernel,)
-    candidates = [rung for rung in reversed(rungs) if rung in asked]
+    candidates = [rung for rung in reversed(rungs) if kernel in ("auto", rung)]
     fitting = [rung for rung in candidates if dtype in RUNGS[rung].dtypes]
     if not fitting:
         what = "; ".join(f"{rung} takes {' or '.join(RUNGS[rung].dtypes)}" for rung in candidates)
         raise TypeError(f"the arrays are {shown}; {what}")
-    objections = {rung: _objection(rung, of) for rung in fitting}
-    for rung, objection in objections.items():
-        if objection is None:
+    objections, error = {}, GpuError
+    for rung in fitting:
+        if (objection := _objection(rung, of)) is not None:
+            error = ValueError  # other arrays would do
+        elif (objection := card_objection(rung)) is None:
             return rung
+        objections[rung] = objection
+    said = "; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items())
     if kernel in FALLBACK:
-        return _choose_rung(_instead(kernel, objections[kernel]), rungs, of)
-    raise ValueError("; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items()))
-
-
-def _instead(rung, objection):
-    """Return the rung that runs in place of one that cannot, with a warning, or raise."""
-    if rung not in FALLBACK:
-        raise GpuError(f"kernel={rung!r} {objection}")
-    text = f"kernel={rung!r} {objection}; {FALLBACK[rung]} runs instead"
-    warnings.warn(text, device.FallbackWarning, stacklevel=5)
-    return FALLBACK[rung]
+        text = f"{said}; {FALLBACK[kernel]} runs instead"
+        warnings.warn(text, device.FallbackWarning, stacklevel=5)  # where the caller's call stands
+        return _choose_rung(FALLBACK[kernel], rungs, of, card_objection)
+    raise error(said)
 
 
 def _objection(rung, of):

@@ -144,6 +144,7 @@ ldmatrix_trans = instruction(
 )
 # 16 bytes, aligned: load_shared4(address) -> four floats
 load_shared4 = instruction("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", [U32], [F32] * 4, True)
+store_shared = instruction("st.shared.b32 [$0], $1;", [U32, U32], (), True)  # (address, value)
 
 # -- asynchronous copies from device to shared memory: copy16(to, from, bytes) --------------------
 # 16 bytes are written, `bytes` of them read (16, or 0 for zeros): nothing waits until `copy_wait`
@@ -176,12 +177,29 @@ def _guarded_load(kind, vector):
 
 
 load_b32x4, load_f32x2 = _guarded_load("b32", 4), _guarded_load("f32", 2)
-load_f32 = _guarded_load("f32", 1)
+load_f32, load_f32x4 = _guarded_load("f32", 1), _guarded_load("f32", 4)
 
 # -- stores with a guard: store(address, value, do_it) --------------------------------------------
 _GUARDED = "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.%s [$0], $1; }"
 store_b32 = instruction(_GUARDED % "b32", [U64, U32, I32], (), True)
 store_f32 = instruction(_GUARDED % "f32", [U64, F32, I32], (), True)
+
+
+# -- the same with four values, aligned to 16 bytes: store(address, x0, x1, x2, x3, do_it) --------
+_GUARDED4 = "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.%s [$0], {$1,$2,$3,$4}; }"
+store_b32x4 = instruction(_GUARDED4 % "b32", [U64, U32, U32, U32, U32, I32], (), True)
+store_f32x4 = instruction(_GUARDED4 % "f32", [U64, F32, F32, F32, F32, I32], (), True)
+
+# -- additions that memory does itself, so that none is lost: add(address, x0, x1, x2, x3) --------
+# four neighbours in one instruction, aligned to 16 bytes; from compute capability 9.0 on
+add_f32x4 = instruction("red.global.add.v4.f32 [$0], {$1,$2,$3,$4};", [U64, *[F32] * 4], (), True)
+# four floats 128 bytes apart: where the 32 lanes of a warp have neighbours, they fill whole lines
+add_f32_128_apart = instruction(
+    " ".join(f"red.global.add.f32 [$0+{128 * i}], ${i + 1};" for i in range(4)),
+    [U64, *[F32] * 4],
+    (),
+    True,
+)
 
 # -- arithmetic: one instruction each -------------------------------------------------------------
 fmax = instruction("max.f32 $0, $1, $2;", [F32, F32], [F32])  # ignores a NaN

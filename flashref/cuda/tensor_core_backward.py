@@ -1,20 +1,32 @@
-"""The backward pass on tensor cores: Algorithm 2 as two passes, one over keys and one over queries.
+"""The backward pass on tensor cores: Algorithm 2, in one pass over keys or in two passes.
 
-A block of the first pass owns keys: its warps keep dK and dV of their rows in registers while the
-queries pass by. A block of the second owns queries and keeps dQ while the keys pass by. Both
-compute P again from lse, and dP = dO Vᵀ, with the tiles and fragments of the forward pass. The
-first computes Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, not S and dP: then a warp's rows of P and dS are rows of
-dV = Pᵀ dO and dK = dSᵀ Q, and both are A fragments of these products as they lie in the registers.
-Nothing of size n_q × n_k, not even a tile of it, is written to any memory. A kernel before both
-leaves L · log2 e and D = rowsum(dO ∘ O) side by side, so that one load brings what two scores need.
-What it costs: dK and dV of 16 keys are D numbers a thread, and a tile of Sᵀ and dPᵀ comes on top:
-nearly all 255 registers at D = 128. Shared memory: K, V of the keys, and Q, dO of this tile and of
-the next, 129 KiB at D = 128; the other way round in the second pass, 96 KiB. Device memory: 8 bytes
-for each query of each head.
-What is bad about it: 7 products where 5 would do, since S and dP are computed twice; in return each
-sum has one order and equal calls give equal bits, where one pass would have its blocks add to dQ
-in whatever order they come. P and dS are rounded to halves before the products that sum them up;
-a dS beyond 65504 is infinite in float16.
+A block of the pass over keys owns keys: its warps keep dK and dV of their rows in registers while
+the queries pass by, and compute P again from lse, and dP = dO Vᵀ, with the tiles and fragments of
+the forward pass. They compute Sᵀ = K Qᵀ and dPᵀ = V dOᵀ, not S and dP: then a warp's rows of P and
+dS are rows of dV = Pᵀ dO and dK = dSᵀ Q, and both are A fragments of these products as they lie in
+the registers. dQ = dS K sums over keys, so over blocks, and there are two ways to get it:
+
+One pass, as FlashAttention-2 does it. The warps put their dS into a tile in shared memory, share
+out the product dQ_i = dS K_j among themselves, and the memory adds it to an array in float32.
+These are 5 products. But blocks come in whatever order, and a sum of floats depends on its order:
+equal calls may give a dq that differs in its last bits.
+Two passes, with `deterministic`. In a second kernel a block owns queries, as in the forward pass,
+and keeps dQ while the keys pass by. S and dP are computed twice, which makes 7 products; in return
+each sum has one order, and equal calls give equal bits.
+
+A kernel before leaves L · log2 e and D = rowsum(dO ∘ O) side by side, so that one load brings what
+two scores need, and zeros where dQ will be added up; one after rounds dQ.
+dK and dV of 16 keys are D numbers a thread, and a tile of Sᵀ and dPᵀ comes on top: nearly all 255
+registers at D = 128. There a warp with rows of its own would read each fragment of Q and dO for one
+row tile only, and reading takes longest. So two warps share 32 keys: each computes P and dS for
+half of a tile's queries, and owns half the columns of dK and dV; what it needs of the other's P and
+dS, both write to shared memory. Then each fragment serves two row tiles.
+What it costs. Shared memory: K, V of the keys, Q, dO of this tile and of the next, dS, and P where
+warps share rows: 65 KiB at D = 64 and 161 at D = 128; the second of two passes 48 and 96. Device
+memory: 8 bytes for each query of each head, and in one pass 4 for each column of dQ (64 or 128).
+What is bad about it: P and dS are rounded to halves before the products that sum them up; a dS
+beyond 65504 is infinite in float16. In one pass there are two barriers a tile, and a NaN in a row
+of K can reach all queries of a tile of which one sees any key of its block.
 """
 
 import functools
@@ -25,66 +37,95 @@ from flashref.cuda import ptx
 from flashref.cuda.fragments import LOG2_E, fits, grid_of, row_bytes, tile_functions
 from flashref.cuda.launch import F32, F32_3D, F32_4D, HALF_4D, I32, TILE_LISTS, Kernel, cdiv, inline
 
-KEYS = {  # most columns: (keys owned, queries of a tile, warps, K and V in registers), best first
-    64: ((128, 32, 4, False), (64, 64, 4, True), (64, 32, 4, True)),
-    128: ((128, 64, 8, False), (64, 64, 4, False), (64, 32, 4, False)),
+# Most columns: (keys owned, queries of a tile, warps, K and V in registers, warps that share rows),
+# best first. On an H200, the first of ONE_PASS were the fastest of the ten and six that were tried
+ONE_PASS = {
+    64: ((128, 32, 4, False, 1), (64, 64, 4, True, 2), (64, 32, 4, True, 1)),
+    128: ((128, 64, 8, False, 2), (64, 64, 4, False, 2), (64, 32, 4, False, 2)),
 }
-QUERIES = {  # most columns: (queries owned, keys of a tile, warps, Q and dO in registers)
+KEYS = {  # the first of two passes
+    64: ((128, 32, 4, False, 1), (64, 64, 4, True, 1), (64, 32, 4, True, 1)),
+    128: ((128, 64, 8, False, 2), (64, 64, 4, False, 2), (64, 32, 4, False, 1)),
+}
+QUERIES = {  # the second: (queries owned, keys of a tile, warps, Q and dO in registers)
     64: ((128, 32, 4, True), (64, 64, 4, True), (64, 32, 4, True)),
     128: ((128, 32, 4, False), (64, 64, 4, False), (64, 32, 4, False)),
 }
-# Not measured yet: chosen so that a warp reads as little shared memory for each product as its
-# registers allow. At D = 128 dK and dV leave a warp only 16 rows, and reading takes longest.
 
 
 def backward(run, do, q, k, v, o, lse, dq, dk, dv, scale, offset):
     """Launch Algorithm 2; row i sees the first i + 1 + offset keys, of the tiles in run.tiles."""
     (batch, heads, n_q, _), (_, kv_heads, n_k, _) = q.shape, k.shape
     D = 16 * cdiv(max(q.shape[3], v.shape[3]), 16)
-    half, sparse = run.dtype, run.tiles is not None
-    numbers = run.empty((batch, heads, n_q, 2))
-    kernel = numbers_kernel(D, half)
-    run(kernel, (cdiv(n_q, kernel.rows), heads, batch), do, o, lse, numbers)
-    for own, n, n_heads, table, make, results in (
-        ("keys", n_k, kv_heads, KEYS, keys_kernel, (dk, dv)),
-        ("queries", n_q, heads, QUERIES, queries_kernel, (dq,)),
-    ):
-        options = [run.blocks[own]] if run.blocks else table[64 if D <= 64 else 128]
+    half, sparse, columns = run.dtype, run.tiles is not None, 64 if D <= 64 else 128
+    long_first = offset < n_k  # causal: an offset of n_k hides nothing
+    rules = (scale * LOG2_E, scale, offset, int(long_first))
+
+    def best(own, table, make, *more):
+        options = [run.blocks[own]] if run.blocks else table[columns]
         if sparse:
             options = run.tiles.fitting(options, own)
-        kernel = run.first_that_fits([make(D, half, *option, sparse) for option in options])
-        long_first = offset < n_k  # causal: an offset of n_k hides nothing
+        return run.first_that_fits([make(D, half, *x, *more, sparse) for x in options])
+
+    def for_these_keys(D, half, BC, *more):
+        return keys_kernel(D, half, BC, *more, n_k % BC > 0)
+
+    def launch(kernel, own, n, n_heads, *arrays):
         grid = grid_of(long_first, cdiv(n, kernel.rows), n_heads, batch)
         lists = run.lists(own, kernel.columns) if sparse else ()
-        rules = (scale * LOG2_E, scale, offset, int(long_first))
-        run(kernel, grid, do, q, k, v, numbers, *results, *rules, *lists)
+        run(kernel, grid, do, q, k, v, numbers, *arrays, *rules, *lists)
+
+    numbers = run.empty((batch, heads, n_q, 2))
+    if run.deterministic:
+        kernel = numbers_kernel(D, half, 0)
+        run(kernel, (cdiv(n_q, kernel.rows), heads, batch), do, o, lse, numbers, numbers)
+        launch(best("keys", KEYS, keys_kernel, 0), "keys", n_k, kv_heads, numbers, dk, dv)
+        launch(best("queries", QUERIES, queries_kernel), "queries", n_q, heads, dq)
+    else:
+        add_dq = 4 if run.capability >= (9, 0) else 1
+        keys = best("keys", ONE_PASS, for_these_keys, add_dq)
+        # the last tile may begin with the last rows that are there, and is added as a whole
+        rows = 16 * cdiv(n_q, 16)
+        sums = run.empty((batch, heads, rows + keys.columns - 16, row_bytes(D) // 2))
+        kernel = numbers_kernel(D, half, add_dq)
+        run(kernel, (cdiv(rows, kernel.rows), heads, batch), do, o, lse, numbers, sums)
+        launch(keys, "keys", n_k, kv_heads, sums, dk, dv)
+        kernel = rounding_kernel(D, half, add_dq)
+        run(kernel, (cdiv(rows, kernel.rows), heads, batch), sums, dq, scale)
 
 
 @functools.cache
-def numbers_kernel(D, half, WARPS=4):
-    """Return the kernel for L · log2 e and D of each query."""
-    function = numbers_function(D, half, WARPS, inline)
-    arguments = (HALF_4D, HALF_4D, F32_3D, F32_4D)
+def numbers_kernel(D, half, add_dq, WARPS=4):
+    """Return the kernel for L · log2 e and D of each query, and zeros where dQ will be added up."""
+    function = numbers_function(D, half, WARPS, add_dq, inline)
+    arguments = (HALF_4D, HALF_4D, F32_3D, F32_4D, F32_4D)
     return Kernel(function, arguments, threads=32 * WARPS, rows=32 * WARPS * 16 // row_bytes(D))
 
 
 @functools.cache
-def keys_kernel(D, half, BC, BR, WARPS, IN_REGISTERS, sparse=False):
-    """Return the kernel for dK, dV of BC keys a block, over tiles of BR queries."""
-    function = keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, sparse, inline)
-    return _described(function, D, BC, BR, WARPS, 2, 2 * 8 * BR, sparse)
+def keys_kernel(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, add_dq, sparse=False, tail=False):
+    """Return the kernel for dK, dV of BC keys a block, over tiles of BR queries; and for dQ.
+
+    With tail, the last block may reach beyond the keys.
+    """
+    function = keys_function(
+        D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, add_dq, sparse, tail, inline
+    )  # fmt: skip
+    tiles_of_S = 2 if SPLIT > 1 else int(add_dq > 0)  # P and dS, or dS
+    more_bytes = 2 * 8 * BR + tiles_of_S * BC * row_bytes(BR)
+    return _described(function, D, BC, BR, WARPS, [F32_4D, HALF_4D, HALF_4D], more_bytes, sparse)
 
 
 @functools.cache
 def queries_kernel(D, half, BR, BC, WARPS, IN_REGISTERS, sparse=False):
     """Return the kernel for dQ of BR queries a block, over tiles of BC keys."""
     function = queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, sparse, inline)
-    return _described(function, D, BR, BC, WARPS, 1, 0, sparse)
+    return _described(function, D, BR, BC, WARPS, [HALF_4D], 0, sparse)
 
 
 def _described(function, D, OWN, OTHER, WARPS, results, more_bytes, sparse):
     """Return the kernel: two tiles that stay, two of now and two of next, and what is more."""
-    arguments = (*[HALF_4D] * 4, F32_4D, *[HALF_4D] * results, F32, F32, I32, I32)
+    arguments = (*[HALF_4D] * 4, F32_4D, *results, F32, F32, I32, I32)
     return Kernel(
         function, (*arguments, *TILE_LISTS * sparse), threads=32 * WARPS,
         shared_bytes=(2 * OWN + 4 * OTHER) * row_bytes(D) + more_bytes,
@@ -92,14 +133,22 @@ def _described(function, D, OWN, OTHER, WARPS, results, more_bytes, sparse):
     )  # fmt: skip
 
 
-def numbers_function(D, half, WARPS, inline):
+@functools.cache
+def rounding_kernel(D, half, add_dq, WARPS=4):
+    """Return the kernel that makes dQ of its sums."""
+    function = rounding_function(D, half, WARPS, add_dq, inline)
+    rows = 32 * WARPS * 32 // row_bytes(D)  # a thread has 8 columns of two rows
+    return Kernel(function, (F32_4D, HALF_4D, F32), threads=32 * WARPS, rows=rows)
+
+
+def numbers_function(D, half, WARPS, ADD_DQ, inline):
     """Return the kernel as a Python function: a row of dO and O to LANES lanes, 16 bytes each."""
     LANES = row_bytes(D) // 16
     ROWS = 32 * WARPS // LANES
     head_of = tile_functions(D, half, 1, WARPS, inline).head_of
     unpack = ptx.unpack_f16 if half == "float16" else ptx.unpack_bf16
 
-    def backward_numbers(do, o, lse, numbers):
+    def backward_numbers(do, o, lse, numbers, sums):
         block, h, b = int32(cuda.blockIdx.x), int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
         n_q, d_v = int32(do.shape[2]), int32(do.shape[3])
         thread = int32(cuda.threadIdx.x)
@@ -128,45 +177,68 @@ def numbers_function(D, half, WARPS, inline):
         ptx.store_f32(to, L * float32(LOG2_E), first_lane)
         ptx.store_f32(to + uint64(4), total, first_lane)
 
+        if ADD_DQ:  # no thread adds before this kernel is done
+            here = head_of(sums, b, h) + uint64((int64(i) * LANES + lane) * 32)
+            zero, inside = float32(0), int32(i < sums.shape[2])
+            ptx.store_f32x4(here, zero, zero, zero, zero, inside)
+            ptx.store_f32x4(here + uint64(16), zero, zero, zero, zero, inside)
+
     return backward_numbers
 
 
-def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
-    """Return the pass over keys as a Python function; `inline` decorates its device functions."""
-    if BC % (16 * WARPS) or not fits(D, WARPS, BC, BR) or BR > 32 * WARPS:
-        raise ValueError(f"blocks of {BC} × {BR} do not fit {WARPS} warps at {D} columns")
-    MT = BC // (16 * WARPS)  # 16-row tiles of a warp
+def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, ADD_DQ, SPARSE, TAIL, inline):
+    """Return the pass over keys as a Python function; `inline` decorates its device functions.
+
+    With ADD_DQ, it adds up dQ too: so many floats in one instruction, 1 or 4. With TAIL, keys may
+    be missing in the last block, and add nothing to dQ.
+    """
     ROW = row_bytes(D)
+    Q_WARPS = warps_along_rows(BR // 16, ROW // 32, WARPS)  # of dQ
+    divided = BC * SPLIT % (16 * WARPS) == BR % (16 * SPLIT) == 0
+    if not (divided and fits(D, WARPS, BC, BR) and BR <= 32 * WARPS and (Q_WARPS or not ADD_DQ)):
+        raise ValueError(f"blocks of {BC} × {BR} do not fit {WARPS} warps at {D} columns")
+    MT = BC * SPLIT // (16 * WARPS)  # 16-row tiles of a warp
+    MINE = BR // SPLIT  # queries of a tile for whom a warp computes P and dS
     OWN, TILE = BC * ROW, BR * ROW  # bytes
     STAGE = 2 * TILE + 8 * BR  # Q, dO, and their numbers
-    S_TILES = BR // 8
-    N_S, N_ACC, N_OWN, N_A = MT * S_TILES * 4, MT * D // 2, MT * D // 4, MT * 4
-    f = tile_functions(D, half, MT, WARPS, inline)
-    load_rows, store_rows, block_of, head_of = f.load_rows, f.store_rows, f.block_of, f.head_of
-    copy_keys, copy_rows = f.copier(BC), f.copier(BR)
-    products = f.rows_by_rows(BR, IN_REGISTERS)  # Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ
-    add_product = f.add_rows_by_columns(BR)  # dV += Pᵀ dO_i, dK += dSᵀ Q_i
+    S_TILES = MINE // 8
+    # pairs of 8 columns of dK and dV that a warp owns: half of all that a row has room for, where
+    # two share it, since `row_of` wants powers of two
+    PAIRS = D // 16 if SPLIT == 1 else ROW // 64
+    Q_ROWS, Q_PAIRS = BR // 16 // (Q_WARPS or 1), ROW // 32 * Q_WARPS // WARPS  # the same of dQ
+    N_S, N_ACC, N_OWN, N_A = MT * S_TILES * 4, MT * PAIRS * 8, MT * D // 4, max(MT, Q_ROWS) * 4
+    N_P, N_DQ = N_S // 2, Q_ROWS * Q_PAIRS * 8
+    f = tile_functions(D, half, MT, WARPS, inline, ROWS_LAST=True)
+    load_rows, block_of, head_of, keys_seen = f.load_rows, f.block_of, f.head_of, f.keys_seen
+    copy_keys, copy_rows = f.copier(BC), f.copier(BR, SINCE=True)
+    products = f.rows_by_rows(MINE, IN_REGISTERS)  # Sᵀ = K_j Q_iᵀ, dPᵀ = V_j dO_iᵀ
+    store_rows = tile_functions(16 * PAIRS, half, MT, WARPS, inline).store_rows
+    # dV += Pᵀ dO_i, dK += dSᵀ Q_i over the warp's own queries
+    round_fragments = f.rounder(MINE)
+    add_mine = f.add_by_columns(MINE, MT, PAIRS, f.rounded_step(MINE))
+    # and over those of the other warp, whose Pᵀ and dSᵀ lie in tiles of keys × queries
+    in_S = tile_functions(BR, half, MT, WARPS, inline, ROWS_LAST=True)
+    S_TILE = BC * row_bytes(BR)
+    store_fragments = in_S.storer(MINE)
+    add_other = f.add_by_columns(MINE, MT, PAIRS, in_S.load_step)
+    # dQ_i = dS K_j over all keys of the block
+    add_dq = f.add_by_columns(BC, Q_ROWS, Q_PAIRS, in_S.turned_step(Q_ROWS))
+    add4 = ptx.add_f32x4 if ADD_DQ == 4 else ptx.add_f32_128_apart
 
     @inline
-    def queries_of(e, since, n_q, begin, starts):
-        """Return the first query of tile e, and the query after its last."""
-        if SPARSE:
-            at = int32(starts[begin + e])
-            after = n_q if at + BR > n_q else at + BR
-            start = since if at < since else at
-        else:
-            after, start = n_q, since + e * BR
-        return start, after
+    def first_query(e, since, begin, starts):
+        """Return the first query of tile e, a multiple of 16: so dQ is added up."""
+        return int32(starts[begin + e] if SPARSE else (since & -16) + e * BR)
 
     @inline
-    def fetch(stage, q_head, q_stride, d, do_head, do_stride, d_v, n_head, start, after):
-        """Start copying Q, dO, L and D of the queries of a tile; beyond `after` come zeros."""
+    def fetch(stage, q_head, q_stride, d, do_head, do_stride, d_v, n_head, start, since, n_q):
+        """Start copying Q, dO, L and D of a tile; zeros for queries before `since` or from n_q."""
         thread = int32(cuda.threadIdx.x)
-        size = uint32(cuda.selp(start + thread < after, 8, 0))
+        size = uint32(cuda.selp(start + thread < n_q, 8, 0))
         there = n_head + uint64((int64(start) + thread) * 8)
         ptx.copy8(uint32(stage + 2 * TILE + thread * 8), there, size, int32(thread < BR))
-        copy_rows(stage, q_head, q_stride, start, after, d)
-        copy_rows(uint32(stage + TILE), do_head, do_stride, start, after, d_v)
+        copy_rows(stage, q_head, q_stride, start, n_q, d, since)
+        copy_rows(uint32(stage + TILE), do_head, do_stride, start, n_q, d_v, since)
 
     @inline
     def gradients(S, dP, numbers, scale2):
@@ -186,26 +258,63 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
                     dP[x + 1] = S[x + 1] * (dP[x + 1] - D1)
 
     @inline
-    def hide(X, start, after, first_row, offset):
-        """Put 0 where the query does not see the key, as it comes before key - offset, or is none.
+    def hide(P, dS, ahead):
+        """Put 0 where the query does not see the key, as it comes before key - offset.
 
-        The rows of K and V may hold anything where no query looks.
+        ahead: what that is for the warp's first key, counted from its first query. Nobody needs to
+        hide queries that are none: their dO is 0, so dP, D and dS are, and what P they have adds 0.
         """
         lane = int32(cuda.threadIdx.x) & 31
+        least = int32(ahead + (lane >> 2) - (lane & 3) * 2)  # the same for key g and query 2 t
         for mt in range(MT):
             for half_tile in range(2):  # a thread has rows g and g + 8 of each tile
-                key = int32(first_row + mt * 16 + (lane >> 2) + 8 * half_tile)
-                least = key - offset - start - (lane & 3) * 2  # this thread's first query: 2 t
-                limit = after - start - (lane & 3) * 2
                 for tile in range(S_TILES):
                     x = (mt * S_TILES + tile) * 4 + 2 * half_tile
                     for e in range(2):
-                        seen = cuda.selp(tile * 8 + e >= least, X[x + e], float32(0))
-                        X[x + e] = cuda.selp(tile * 8 + e < limit, seen, float32(0))
+                        seen = tile * 8 + e - mt * 16 - half_tile * 8 >= least
+                        P[x + e] = cuda.selp(seen, P[x + e], float32(0))
+                        dS[x + e] = cuda.selp(seen, dS[x + e], float32(0))
+
+    @inline
+    def drop_missing(dS, keys):
+        """Put 0 from so many of the warp's keys on.
+
+        K is 0 there, and so is the score; but where all others are far below, as L is, P overflows,
+        and what dS then is, NaN or infinite, is no 0 when K's zeros are multiplied by it.
+        """
+        lane = int32(cuda.threadIdx.x) & 31
+        for mt in range(MT):
+            for half_tile in range(2):
+                there = (lane >> 2) + mt * 16 + half_tile * 8 < keys
+                for tile in range(S_TILES):
+                    x = (mt * S_TILES + tile) * 4 + 2 * half_tile
+                    for e in range(2):
+                        dS[x + e] = cuda.selp(there, dS[x + e], float32(0))
+
+    @inline
+    def send_dq(to, dS_ij, K_j, A):
+        """dQ_i = dS K_j goes to the sums of this tile, from `to` on, fragment by fragment.
+
+        A fragment takes 512 bytes, as `rounding_function` says, a row of fragments 32 ROW.
+        """
+        thread = int32(cuda.threadIdx.x)
+        warp, lane = uint32(thread >> 5), thread & 31  # unsigned numbers are divided by shifts
+        row, pair = warp % Q_WARPS * Q_ROWS, warp // Q_WARPS * Q_PAIRS  # this warp's piece
+        dQ = cuda.local.array(N_DQ, float32)
+        for x in range(N_DQ):
+            dQ[x] = float32(0)
+        add_dq(dQ, (dS_ij, row * 2), A, K_j, pair)
+        here = to + uint64(row * (32 * ROW) + pair * 1024 + lane * (4 * ADD_DQ))
+        for mt in range(Q_ROWS):
+            for n in range(2 * Q_PAIRS):
+                x = (mt * 2 * Q_PAIRS + n) * 4
+                there = here + uint64(mt * (32 * ROW) + n * 512)
+                add4(there, dQ[x], dQ[x + 1], dQ[x + 2], dQ[x + 3])
 
     @inline
     def attend(
-        do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first, first_of, starts, block_k
+        do, q, k, v, numbers, sums, dk, dv, scale2, scale, offset, long_first, first_of, starts,
+        block_k,
     ):  # fmt: skip
         block, kv_head, b = block_of(long_first, False)  # the first keys are seen by most
         n_q, n_k = int32(q.shape[2]), int32(k.shape[2])
@@ -214,42 +323,56 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
         h = kv_head * group  # the first of the heads that share the keys
         k_head, v_head = head_of(k, b, kv_head), head_of(v, b, kv_head)
         q_head, do_head = head_of(q, b, h), head_of(do, b, h)
-        n_head = head_of(numbers, b, h)
+        n_head, s_head = head_of(numbers, b, h), head_of(sums, b, h)
+        q_step, do_step = q.strides[1], do.strides[1]  # to the next head
+        n_step, s_step = numbers.strides[1], sums.strides[1]
 
-        first = block * BC
-        row = (int32(cuda.threadIdx.x) >> 5) * (16 * MT)  # this warp's rows of the block
-        since = first - offset if first - offset > 0 else 0  # the first query that looks here
+        first = int32(block * BC)
+        since = int32(first - offset if first - offset > 0 else 0)  # the first query to look here
         if SPARSE:
             begin, after = first_of[first // block_k], first_of[first // block_k + 1]
             while begin < after and starts[begin] + BR <= since:
                 begin += 1
             tiles = int32(after - begin)
+            last = starts[after - 1] + BR - 1 if begin < after else -1
+            last = int32(n_q - 1 if last >= n_q else last)
         else:
-            begin = 0
-            tiles = int32((n_q - since + BR - 1) // BR if n_q > since else 0)
+            begin, last = 0, n_q - 1
+            tiles = int32((n_q - (since & -16) + BR - 1) // BR if n_q > since else 0)
+        stop = keys_seen(last, n_k, offset)  # from here on nobody looks
+
+        # this warp's rows of the block, its queries of a tile, and its columns of dK and dV
+        warp = int32(cuda.threadIdx.x) >> 5
+        row, mine = int32(warp // SPLIT * (16 * MT)), int32(warp % SPLIT * MINE)
+        other, pair = int32(BR - MINE - mine), int32(warp % SPLIT * PAIRS)
 
         K_j = ptx.shared_address(cuda.shared.array(0, uint32))
         V_j = uint32(K_j + OWN)
         stages = uint32(V_j + OWN)
+        dS_ij = uint32(stages + 2 * STAGE)
+        P_ij = uint32(dS_ij + S_TILE)
         dK = cuda.local.array(N_ACC, float32)
         dV = cuda.local.array(N_ACC, float32)
         S = cuda.local.array(N_S, float32)
         dP = cuda.local.array(N_S, float32)
         K = cuda.local.array(N_OWN, uint32)
         V = cuda.local.array(N_OWN, uint32)
-        A = cuda.local.array(N_A, uint32)  # add_product's own
+        A = cuda.local.array(N_A, uint32)  # the products' own
+        P = cuda.local.array(N_P, uint32)  # rounded
+        dS = cuda.local.array(N_P, uint32)
         for x in range(N_ACC):
             dK[x] = float32(0)
             dV[x] = float32(0)
 
-        copy_keys(K_j, k_head, k.strides[2], first, n_k, d)
-        copy_keys(V_j, v_head, v.strides[2], first, n_k, d_v)
-        q_step, do_step, n_step = q.strides[1], do.strides[1], numbers.strides[1]  # to a next head
-        g, e, start, after = 0, 0, 0, 0  # what was fetched last: head, tile of the head, queries
+        # from `stop` on come zeros: lest a NaN there meet a weight of 0
+        copy_keys(K_j, k_head, k.strides[2], first, stop, d)
+        copy_keys(V_j, v_head, v.strides[2], first, stop, d_v)
+        g, e, start = int32(0), int32(0), int32(0)  # what was fetched last: head, tile, query
         if tiles > 0:
-            start, after = queries_of(0, since, n_q, begin, starts)
+            start = first_query(0, since, begin, starts)
             fetch(
-                stages, q_head, q.strides[2], d, do_head, do.strides[2], d_v, n_head, start, after
+                stages, q_head, q.strides[2], d, do_head, do.strides[2], d_v, n_head, start, since,
+                n_q,
             )  # fmt: skip
         if IN_REGISTERS:
             ptx.copy_wait()
@@ -257,51 +380,79 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPARSE, inline):
             for step in range(D // 16):
                 load_rows(K, K_j, row, step)
                 load_rows(V, V_j, row, step)
-        for n in range(tiles * group):  # line 7, for each head of the group
-            first_query, last = start, after
+        for n in range(int32(tiles * group)):  # line 7, for each head of the group
+            ahead = int32(first - offset - start)
+            to = s_head + uint64(g * s_step + int64(start) * (2 * ROW))  # this tile's sums
             ptx.copy_wait()  # this tile is here, and all warps are done with the last one
             cuda.syncthreads()
-            e += 1
+            e = int32(e + 1)
             if e == tiles:
-                e, g = 0, g + 1
+                e, g = int32(0), int32(g + 1)
             if g < group:  # the next tile may take the last one's place
-                start, after = queries_of(e, since, n_q, begin, starts)
+                start = first_query(e, since, begin, starts)
                 fetch(
                     uint32(stages + ((n + 1) & 1) * STAGE), q_head + uint64(g * q_step),
                     q.strides[2], d, do_head + uint64(g * do_step), do.strides[2], d_v,
-                    n_head + uint64(g * n_step), start, after,
+                    n_head + uint64(g * n_step), start, since, n_q,
                 )  # fmt: skip
             Q_i = uint32(stages + (n & 1) * STAGE)
-            dO_i = uint32(Q_i + TILE)
-            products(S, K, K_j, Q_i, row)
-            products(dP, V, V_j, dO_i, row)
-            gradients(S, dP, uint32(Q_i + 2 * TILE), scale2)
-            # the diagonal passes through this tile, or the tail
-            if first + BC - 1 - offset > first_query or first_query + BR > last:
-                hide(S, first_query, last, first + row, offset)
-                hide(dP, first_query, last, first + row, offset)
-            add_product(dV, S, A, dO_i)  # line 12
-            add_product(dK, dP, A, Q_i)  # line 16
+            Q_mine = uint32(Q_i + mine * ROW)
+            products(S, K, K_j, Q_mine, row)
+            products(dP, V, V_j, uint32(Q_mine + TILE), row)
+            gradients(S, dP, uint32(Q_i + 2 * TILE + mine * 8), scale2)
+            if ahead + BC > 1:  # the diagonal passes through this tile
+                hide(S, dP, ahead + row - mine)
+            if TAIL:
+                if first + BC > n_k:
+                    drop_missing(dP, int32(n_k - first - row))
+            round_fragments(P, S)
+            round_fragments(dS, dP)
+            if SPLIT > 1:
+                store_fragments(P, P_ij, row, mine // 8)
+            if SPLIT > 1 or ADD_DQ:
+                store_fragments(dS, dS_ij, row, mine // 8)
+            add_mine(dV, P, A, uint32(Q_mine + TILE), pair)  # line 12
+            if SPLIT > 1 or ADD_DQ:  # the other warps' P and dS are here
+                cuda.syncthreads()
+            add_mine(dK, dS, A, Q_mine, pair)  # line 16
+            if SPLIT > 1:
+                Q_other = uint32(Q_i + other * ROW)
+                add_other(dV, (P_ij, row, other // 8), A, uint32(Q_other + TILE), pair)
+                add_other(dK, (dS_ij, row, other // 8), A, Q_other, pair)
+            if ADD_DQ:
+                send_dq(to, dS_ij, K_j, A)  # line 15
         # `head_of` written out: called here, it makes the compiler order the start otherwise
         dk_head = ptx.global_address(dk) + uint64(b * dk.strides[0] + kv_head * dk.strides[1])
         dv_head = ptx.global_address(dv) + uint64(b * dv.strides[0] + kv_head * dv.strides[1])
-        store_rows(dK, scale, dk_head, dk.strides[2], first + row, n_k, d)
-        store_rows(dV, float32(1), dv_head, dv.strides[2], first + row, n_k, d_v)
+        dk_head, dv_head = dk_head + uint64(pair * 32), dv_head + uint64(pair * 32)
+        store_rows(dK, scale, dk_head, dk.strides[2], first + row, n_k, d - pair * 16)
+        store_rows(dV, float32(1), dv_head, dv.strides[2], first + row, n_k, d_v - pair * 16)
 
-    def backward_keys(do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first):
+    def backward_keys(do, q, k, v, numbers, sums, dk, dv, scale2, scale, offset, long_first):
         attend(
-            do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first, None, None, 0
+            do, q, k, v, numbers, sums, dk, dv, scale2, scale, offset, long_first, None, None, 0
         )  # fmt: skip
 
     def backward_keys_sparse(
-        do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first, first_of, starts, block_k
+        do, q, k, v, numbers, sums, dk, dv, scale2, scale, offset, long_first, first_of, starts,
+        block_k,
     ):  # fmt: skip
         attend(
-            do, q, k, v, numbers, dk, dv, scale2, scale, offset, long_first, first_of, starts,
+            do, q, k, v, numbers, sums, dk, dv, scale2, scale, offset, long_first, first_of, starts,
             block_k,
         )  # fmt: skip
 
     return backward_keys_sparse if SPARSE else backward_keys
+
+
+def warps_along_rows(ROWS, PAIRS, WARPS):
+    """Return how many of a block's warps share the rows of dQ, ROWS tiles of 16; 0 if none can.
+
+    The others share its columns, PAIRS pairs of 8. A warp loads its rows of dS and its columns of
+    K: the squarer its piece, the less it loads for each product.
+    """
+    fitting = [n for n in (1, 2, 4, 8) if ROWS % n == 0 and WARPS % n == 0 == PAIRS * n % WARPS]
+    return min(fitting, key=lambda n: ROWS // n + PAIRS * n // WARPS, default=0)
 
 
 def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
@@ -435,3 +586,42 @@ def queries_function(D, half, BR, BC, WARPS, IN_REGISTERS, SPARSE, inline):
         )  # fmt: skip
 
     return backward_queries_sparse if SPARSE else backward_queries
+
+
+def rounding_function(D, half, WARPS, ADD_DQ, inline):
+    """Return the kernel that makes dQ of its sums, times scale, as a Python function.
+
+    The sums lie as threads have them: the 16 × 8 numbers of a C fragment side by side, 512 bytes,
+    the 4 of a thread too (ADD_DQ = 4), or each in its place among the 32 of the warp (1). Here a
+    thread has rows g and g + 8 of a fragment.
+    """
+    FRAGMENTS = row_bytes(D) // 16  # side by side
+    head_of = tile_functions(D, half, 1, WARPS, inline).head_of
+    pack = ptx.pack_f16 if half == "float16" else ptx.pack_bf16
+
+    def backward_rounding(sums, dq, scale):
+        h, b = int32(cuda.blockIdx.y), int32(cuda.blockIdx.z)
+        n_q, d = int32(dq.shape[2]), int32(dq.shape[3])
+        thread = int32(cuda.blockIdx.x) * (32 * WARPS) + int32(cuda.threadIdx.x)
+        fragment, g = thread // 8, thread % 8
+        i, c = int32(fragment // FRAGMENTS * 16 + g), fragment % FRAGMENTS * 8
+        here = head_of(sums, b, h) + uint64(int64(fragment) * 512 + g * (16 * ADD_DQ))
+        to = head_of(dq, b, h) + uint64(int64(i) * dq.strides[2] + c * 2)
+        x = cuda.local.array(16, float32)  # x[4 t + e]: number e of lane t of row g
+        for n in range(4):
+            there = here + uint64(n * (16 if ADD_DQ == 4 else 128))
+            numbers = ptx.load_f32x4(there, int32(i < n_q))
+            for m in range(4):
+                x[4 * n + m if ADD_DQ == 4 else 4 * m + n] = numbers[m] * scale
+        for half_tile in range(2):
+            row = int32(i + 8 * half_tile)
+            e = 2 * half_tile
+            # c < d and row < n_q, in two instructions: `and` would be a branch
+            inside = int32(cuda.selp(c < d, row, n_q) < n_q)
+            ptx.store_b32x4(
+                to + uint64(8 * half_tile * dq.strides[2]), pack(x[e], x[e + 1]),
+                pack(x[e + 4], x[e + 5]), pack(x[e + 8], x[e + 9]), pack(x[e + 12], x[e + 13]),
+                inside,
+            )  # fmt: skip
+
+    return backward_rounding

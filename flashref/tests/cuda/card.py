@@ -3,11 +3,11 @@
     python -m flashref.tests.cuda.card [--seeds 10] [--seconds 60] [--kernels naive tiled ...]
                                        [--sanitize] [--json FILE] [--into RESULTS]
 
-Outputs are filled with NaN before each launch, each launch is repeated and must give the same bits,
-and keys that no query sees hold NaN. `--sanitize` runs compute-sanitizer's memcheck and racecheck
-on a few small cases of each kernel. `--seconds` draws sizes at random too, for so long with each
-kernel. "hopper steps" draws one of the schedules that lead to `hopper`. `--into` writes what was
-found into a file of `bench gpu`.
+Outputs are filled with NaN before each launch, each launch is repeated and must give the same bits
+(a backward pass in one pass need not), and keys that no query sees hold NaN. `--sanitize` runs
+compute-sanitizer's memcheck and racecheck on a few small cases of each kernel. `--seconds` draws
+sizes at random too, for so long with each kernel. "hopper steps" draws one of the schedules that
+lead to `hopper`. `--into` writes what was found into a file of `bench gpu`.
 """
 
 import argparse
@@ -122,7 +122,9 @@ def calls(rung, case):
         )
     return (
         lambda: forward(case.q, case.k, case.v, return_lse=True, **rules),
-        lambda o, lse: backward(case.do, case.q, case.k, case.v, o, lse, **rules),
+        lambda o, lse, deterministic: backward(
+            case.do, case.q, case.k, case.v, o, lse, deterministic=deterministic, **rules
+        ),
     )
 
 
@@ -145,21 +147,22 @@ def check(kernel, case, forward=None):
     if half in UNIT:
         for name, more in of_halves(gold, do, half).items():
             allowed[name] += more
-    got = {"o": o, "lse": lse}
+    got = [("o", o, "forward"), ("lse", lse, "forward")]
     if rung in BACKWARD:
         names = ("dq", "dk", "dv")
-        both = [backward(o, lse) for _ in range(2)]
+        both = [backward(o, lse, deterministic=True) for _ in range(2)]
         assert all(x.tobytes() == y.tobytes() for x, y in zip(*both, strict=True)), "not the same"
-        got |= dict(zip(names, both[0], strict=True))
+        got += [(*named, "backward, deterministic") for named in zip(names, both[0], strict=True)]
+        in_one_pass = backward(o, lse, deterministic=False)
+        got += [(*named, "backward") for named in zip(names, in_one_pass, strict=True)]
     errors = {}
-    for name, x in got.items():
+    for name, x, direction in got:
         right = expected.gold[name]
         zero = expected.zero[name]
         assert_close(np.asarray(x, np.float64), right, allowed[name], zero, what=name)
         size = np.linalg.norm(right)
         if case.data == "std 1" and case.scale is None and name != "lse" and size > 1e-3:
             off = np.linalg.norm(np.asarray(x, np.float64) - right)
-            direction = "backward" if name[0] == "d" else "forward"
             if direction == "forward" or min(case.n) >= LEAST_ROWS:
                 errors[direction] = max(errors.get(direction, 0), float(off / size))
     return errors
@@ -229,7 +232,7 @@ def run(kernels, seeds, sizes, seconds=0):
                 failures.append(f"{kernel}: {case}: {type(error).__name__}: {error}"[:600])
                 continue
             for direction, error in errors.items():
-                name = f"{kernel} backward" if direction == "backward" else kernel
+                name = kernel if direction == "forward" else f"{kernel} {direction}"
                 largest[name] = max(largest[name], error)
     return {
         "failures": len(failures),

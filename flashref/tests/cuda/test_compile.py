@@ -33,8 +33,13 @@ SPILLED_BYTES = 128  # a thread may keep this much outside its registers: values
 
 TC = tensor_core.forward_kernel
 KEYS, QUERIES = tensor_core_backward.keys_kernel, tensor_core_backward.queries_kernel
-BLOCKS = {"forward": tensor_core.BLOCKS, "keys": tensor_core_backward.KEYS}
-BLOCKS["queries"] = tensor_core_backward.QUERIES
+NUMBERS, ROUNDING = tensor_core_backward.numbers_kernel, tensor_core_backward.rounding_kernel
+BLOCKS = {
+    "forward": tensor_core.BLOCKS,
+    "one pass": tensor_core_backward.ONE_PASS,
+    "keys": tensor_core_backward.KEYS,
+    "queries": tensor_core_backward.QUERIES,
+}
 KERNELS = {
     "naive scores": naive.SCORES,
     "naive softmax": naive.SOFTMAX,
@@ -52,12 +57,23 @@ KERNELS = {
     "tensor_core bfloat16": TC(32, "bfloat16", *tensor_core.BLOCKS[64][2]),
     "sparse 64": TC(64, "float16", *tensor_core.BLOCKS[64][0], True),
     "sparse 128": TC(128, "float16", *tensor_core.BLOCKS[128][0], True),
-    "numbers 64": tensor_core_backward.numbers_kernel(64, "float16"),
-    "numbers bf16": tensor_core_backward.numbers_kernel(128, "bfloat16"),
-    "keys 64": KEYS(64, "float16", *BLOCKS["keys"][64][0]),
-    "keys 128": KEYS(128, "float16", *BLOCKS["keys"][128][0]),
-    "keys bfloat16": KEYS(32, "bfloat16", *BLOCKS["keys"][64][2]),
-    "keys sparse 128": KEYS(128, "float16", *BLOCKS["keys"][128][0], True),
+    "numbers 64": NUMBERS(64, "float16", 0),
+    "numbers bf16": NUMBERS(128, "bfloat16", 4),
+    "one pass 64": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4),
+    "one pass 128": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4),
+    "one pass 64, one float": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 1),
+    "one pass 128, one float": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 1),
+    "one pass bfloat16": KEYS(32, "bfloat16", *BLOCKS["one pass"][64][2], 4),
+    "one pass 64, tail": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4, tail=True),
+    "one pass 128, tail": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4, tail=True),
+    "one pass sparse 64": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4, True),
+    "one pass sparse 128": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4, True),
+    "rounding 64": ROUNDING(64, "float16", 4),
+    "rounding bfloat16": ROUNDING(128, "bfloat16", 1),
+    "keys 64": KEYS(64, "float16", *BLOCKS["keys"][64][0], 0),
+    "keys 128": KEYS(128, "float16", *BLOCKS["keys"][128][0], 0),
+    "keys bfloat16": KEYS(32, "bfloat16", *BLOCKS["keys"][64][2], 0),
+    "keys sparse 128": KEYS(128, "float16", *BLOCKS["keys"][128][0], 0, True),
     "queries 64": QUERIES(64, "float16", *BLOCKS["queries"][64][0]),
     "queries 128": QUERIES(128, "float16", *BLOCKS["queries"][128][0]),
     "queries bfloat16": QUERIES(32, "bfloat16", *BLOCKS["queries"][64][2]),
@@ -72,10 +88,28 @@ HOPPER = {
     for half in ("float16", "bfloat16")
     for hides in (0, 1)
     if step == "persistent" or (half == "float16" and not hides)
+} | {
+    f"hopper {D} float16 short {'causal ' * hides}".rstrip(): (
+        hopper.forward_kernel(D, "float16", short, hides, False)
+    )
+    for (D, hides), (_, short) in hopper.SHORT.items()
 }
 SERIALISED = "hopper 256 float16 wgmma"  # a step that shows what setmaxnreg is for
-SPILLING = {"tensor_core 128", "sparse 128", "queries sparse 128"}  # the first measured fastest so
+SPILLING = {"tensor_core 128", "sparse 128"}  # the first measured fastest so
+SPILLING |= {
+    "one pass 64, tail",
+    "one pass 128, tail",
+    "one pass sparse 64",
+    "keys 128",
+    "queries sparse 128",
+}
 NO_SPILLS = {(9, 0): set(KERNELS) - SPILLING}
+ON_CARDS = [  # four floats are added to memory at once by 9.0, and one by what is older
+    (name, card)
+    for name in KERNELS
+    for card in CARDS
+    if "one pass" not in name or ("one float" in name) == (card < (9, 0))
+]
 
 
 @functools.cache
@@ -119,8 +153,7 @@ def assembled(ptx, arch, tmp_path):
     return said
 
 
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name, card", ON_CARDS)
 def test_ptx(name, card):
     ptx = ptx_of(name, card)
     assert not re.search(r"\b(ld|st)\.local", ptx), "an array went to local memory"
@@ -130,8 +163,7 @@ def test_ptx(name, card):
     assert ("cvt.f32.f16" in ptx) == (name == "numbers 64")  # bf16 needs only a shift
 
 
-@pytest.mark.parametrize("card", CARDS)
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name, card", ON_CARDS)
 def test_registers_and_spills(name, card, tmp_path):
     arch = re.search(r"\.target (sm_\w+)", ptx_of(name, card)).group(1)
     said = assembled(ptx_of(name, card), arch, tmp_path)
@@ -157,7 +189,7 @@ def test_hopper(name, tmp_path):
     assert complaints == []
     # what the threads of a block get alike; setmaxnreg moves them later
     used = int(re.search(r"Used (\d+) registers", said).group(1))
-    assert used <= {128: 255, 256: 255, 384: 168, 512: 128}[kernel.threads]
+    assert used <= {128: 255, 256: 255, 384: 168, 512: 128, 640: 96}[kernel.threads]
     assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) == 0
 
 
@@ -241,26 +273,48 @@ def test_the_inner_loops_are_what_they_should_be():
 
 
 @pytest.mark.parametrize("D", [64, 128])
-def test_the_inner_loops_of_the_backward_are_what_they_should_be(D):
-    """4 and 3 products; one exponential for each score; P and dS never leave the registers."""
-    for own, products in (("keys", 4), ("queries", 3)):
-        ptx, (rows, others, warps, _) = ptx_of(f"{own} {D}", (9, 0)), BLOCKS[own][D][0]
-        scores = rows * others // (32 * warps)  # of a thread
-        assert ptx.count("mma.sync") == products * scores // 4 * D // 16
-        assert ptx.count("ex2.approx") == scores
-        a = 2 * D // 16 * rows // (16 * warps)  # K, V or Q, dO: once, or for each tile
-        assert ptx.count("ldmatrix") == a + products * others // 16 * D // 16
-        assert ptx.count("ldmatrix") - ptx.count(".trans") == a + 2 * others // 16 * D // 16
-        assert ptx.count("movmatrix") == ptx.count("st.shared") == 0
-        assert ptx.count("ld.shared.v4.f32") == (others // 8 if own == "keys" else 0)
+@pytest.mark.parametrize("name, products", [("one pass", 5), ("keys", 4), ("queries", 3)])
+def test_the_inner_loops_of_the_backward_are_what_they_should_be(name, products, D):
+    """Products, loads and exchanges; one exponential for each score; no move between registers."""
+    ptx, (rows, others, warps, _, *split) = ptx_of(f"{name} {D}", (9, 0)), BLOCKS[name][D][0]
+    (split,) = split or (1,)
+    scores = rows * others // (32 * warps)  # of a thread
+    assert ptx.count("mma.sync") == products * scores // 4 * D // 16
+    assert ptx.count("ex2.approx") == scores
+    mt, steps, columns = rows * split // (16 * warps), others // split // 16, D // 16
+    plain = 2 * columns * (mt + steps)  # K, V or Q, dO: once, or for each tile; then the others
+    turned = (1 if name == "queries" else 2) * steps * columns // split  # dQ, or dV and dK
+    tiles = {"one pass": 1}.get(name, 0)  # of P and dS
+    if split > 1:  # and over the other warp's queries
+        plain, turned, tiles = plain + 2 * steps * mt, 2 * turned, 2
+    if name == "one pass":  # dQ: pieces as square as can be
+        pieces = others // 16 * columns // warps
+        across = max(x for x in (1, 2, 4) if x * x <= pieces)
+        turned += rows // 16 * (across + pieces // across)
+        assert ptx.count("red.global.add.v4.f32") == 2 * pieces
+    assert ptx.count("ldmatrix") - ptx.count(".trans") == plain
+    assert ptx.count(".trans") == turned
+    assert ptx.count("st.shared.b32") == tiles * scores // 2
+    assert ptx.count("movmatrix") == 0
+    assert ptx.count("ld.shared.v4.f32") == (0 if name == "queries" else 2 * steps)
+    in_registers = BLOCKS[name][D][0][3]
+    assert ptx.count("bar.sync") == 1 + in_registers + (tiles > 0)
+
+
+def test_the_last_bits_of_one_pass_are_the_memorys():
+    """One float at a time, where a card cannot take four; two passes add nothing to memory."""
+    assert ptx_of("one pass 64, one float", (8, 0)).count("red.global.add.f32") == 4 * 4
+    for name in ("keys 64", "keys 128", "queries 64", "queries 128"):
+        assert not re.search(r"\b(red|atom)\.", ptx_of(name, (9, 0)))
 
 
 def test_every_block_size_fits_the_cards():
     """The first fits a block of both; the last fits what any card of compute capability 8.0 has."""
-    make = {"forward": TC, "keys": KEYS, "queries": QUERIES}
+    make = {"forward": (TC,), "one pass": (KEYS, 4), "keys": (KEYS, 0), "queries": (QUERIES,)}
     for name, table in BLOCKS.items():
+        kernel, *add_dq = make[name]
         for D, options in table.items():
-            sizes = [make[name](D, "float16", *x).shared_bytes for x in options]
+            sizes = [kernel(D, "float16", *x, *add_dq).shared_bytes for x in options]
             assert sizes[-1] == min(sizes) and sizes[-1] <= 99 * 1024
             assert sizes[0] <= min(SHARED_LIMIT.values())
 

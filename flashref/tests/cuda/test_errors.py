@@ -148,6 +148,33 @@ def test_backward_checks_what_the_forward_returned():
         flashref.cuda.flash_attention_2_backward(ones(2, 8), half, half, half, half, ones(2))
 
 
+@pytest.mark.parametrize("deterministic", [1, None, "yes", np.ones(2, bool)])
+def test_deterministic_is_true_or_false(deterministic):
+    x, half, mask = ones(2, 4), ones(64, 8, dtype=np.float16), np.ones((1, 1), bool)
+    rules = {"deterministic": deterministic}
+    with pytest.raises(TypeError, match="must be True or False"):
+        flashref.cuda.flash_attention_2_backward(x, x, x, x, x, ones(2), **rules)
+    with pytest.raises(TypeError, match="must be True or False"):
+        flashref.cuda.block_sparse_attention_backward(
+            half, half, half, half, half, ones(64), mask, block_q=64, block_k=64, **rules
+        )
+
+
+@pytest.mark.parametrize("deterministic", [True, False, np.True_])
+def test_deterministic_reaches_the_rung(deterministic, monkeypatch):
+    seen = []
+    monkeypatch.setattr(launch._Call, "run", lambda self, *given: seen.append(given[-1]))
+    monkeypatch.setattr(launch, "_card_objection", lambda rung: None)
+    x, half, mask = ones(2, 4), ones(64, 8, dtype=np.float16), np.ones((1, 1), bool)
+    rules = {"deterministic": deterministic}
+    flashref.cuda.flash_attention_2_backward(x, x, x, x, x, ones(2), **rules)
+    flashref.cuda.block_sparse_attention_backward(
+        half, half, half, half, half, ones(64), mask, block_q=64, block_k=64, **rules
+    )
+    flashref.cuda.flash_attention_2_backward(x, x, x, x, x, ones(2))
+    assert seen == [bool(deterministic)] * 2 + [False]
+
+
 def test_backward_copies_do_and_o_too():
     """Rows that start between multiples of 16 bytes are refused, on the GPU; here: told of."""
     wide, thin = (arrays.Described(0, (2, 8), (s, 2), "float16", 0, None) for s in (16, 24))

@@ -28,7 +28,8 @@ def test_tensor_core(n_q, n_k, d, causal):
         rng.standard_normal(shape).astype(np.float16)
         for shape in ((2, 4, n_q, d), (2, 2, n_k, d), (2, 2, n_k, d))
     )
-    o, lse = flashref.cuda.flash_attention_2(q, k, v, causal=causal, return_lse=True)
+    rules = {"causal": causal, "kernel": "tensor_core"}
+    o, lse = flashref.cuda.flash_attention_2(q, k, v, return_lse=True, **rules)
     exact = (x.astype(np.float64) for x in (q, k, v))
     gold, lse_gold = flashref.standard_attention(*exact, causal=causal, return_lse=True)
     assert o.dtype == np.float16 and lse.dtype == np.float32
@@ -56,19 +57,50 @@ def test_hopper(kernel):
 @pytest.mark.parametrize("causal", [False, True, "top-left"])
 @pytest.mark.parametrize("d", [32, 40, 64, 96, 128])
 @pytest.mark.parametrize("n_q, n_k", [(17, 20), (113, 203), (203, 113), (257, 129)])
-def test_tensor_core_backward(n_q, n_k, d, causal):
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_tensor_core_backward(deterministic, n_q, n_k, d, causal):
     rng = np.random.default_rng(0)
     q, k, v, do = (
         rng.standard_normal(shape).astype(np.float16)
         for shape in ((2, 4, n_q, d), (2, 2, n_k, d), (2, 2, n_k, d), (2, 4, n_q, d))
     )
     o, lse = flashref.cuda.flash_attention_2(q, k, v, causal=causal, return_lse=True)
-    got = flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, causal=causal)
+    got = flashref.cuda.flash_attention_2_backward(
+        do, q, k, v, o, lse, causal=causal, deterministic=deterministic
+    )
     exact = (x.astype(np.float64) for x in (do, q, k, v))
     gold = flashref.standard_attention_backward(*exact, causal=causal)
     for x, y in zip(got, gold, strict=True):
         assert x.dtype == np.float16
         assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("causal", [False, True, "top-left"])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dtype, close", [("float32", 1e-5), ("float16", 1e-3)])
+def test_gradients_are_those_of_finite_differences(dtype, close, deterministic, causal):
+    """Along random directions: no formula of a backward pass is in what is compared."""
+    rng = np.random.default_rng(0)
+    q, k, v, do = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((4, 130, 64), (2, 200, 64), (2, 200, 64), (4, 130, 64))
+    )
+    o, lse = flashref.cuda.flash_attention_2(q, k, v, causal=causal, return_lse=True)
+    rules = {"causal": causal, "deterministic": deterministic}
+    gradients = flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, **rules)
+    exact = [x.astype(np.float64) for x in (q, k, v)]
+
+    def loss(which, step):
+        moved = [x + step if i == which else x for i, x in enumerate(exact)]
+        return (do * flashref.standard_attention(*moved, causal=causal)).sum()
+
+    for which, gradient in enumerate(gradients):
+        for _ in range(3):
+            direction = rng.standard_normal(gradient.shape)
+            e = 1e-5 * direction
+            slope = (loss(which, e) - loss(which, -e)) / 2e-5
+            size = np.linalg.norm(gradient.astype(np.float64)) * np.linalg.norm(direction)
+            assert abs((gradient * direction).sum(dtype=np.float64) - slope) <= close * size
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -95,6 +127,7 @@ def test_block_sparse(block_q, block_k, d, causal):
         assert np.linalg.norm(x - y) <= 1e-3 * np.linalg.norm(y)
 
 
+@pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")  # PyTorch's own thread, its first
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_pytorch_tensors_are_used_where_they_lie(dtype):
     torch = pytest.importorskip("torch", reason="PyTorch's tensors")

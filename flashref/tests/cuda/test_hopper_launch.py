@@ -32,15 +32,15 @@ def test_hopper_is_taken_when_it_is_asked_for():
     assert choose("hopper") == "hopper"
     wide = {name: told(2, 70, 256) for name in "qkv"}
     assert choose("hopper", **wide) == "hopper"
-    assert choose("auto") == "tensor_core"  # until it has been measured: launch.AUTO
-    with pytest.raises(ValueError, match="takes at most 128 columns"):
-        choose("auto", **wide)
+    assert choose("auto") == choose("auto", **wide) == "hopper"
 
 
 def test_where_the_shape_does_not_allow_it_tensor_core_runs():
     broadcast = told(2, 70, 64, strides=(0, 128, 2))  # one head for all: TMA cannot stand still
     with pytest.warns(FallbackWarning, match=r"strides of k .*; tensor_core runs instead"):
         assert choose("hopper", k=broadcast) == "tensor_core"
+    with warnings.catch_warnings(action="error"):
+        assert choose("auto", k=broadcast) == "tensor_core"
     thin = told(2, 70, 60)
     with pytest.warns(FallbackWarning, match="q has shape"), pytest.raises(ValueError, match="pad"):
         choose("hopper", q=thin, k=thin, v=thin)
@@ -55,18 +55,36 @@ def test_where_the_card_does_not_allow_it_tensor_core_runs(capability, monkeypat
     monkeypatch.setattr(device, "has_numba_cuda", lambda: True)
     x = np.ones((70, 64), np.float16)
 
-    def rung(x):
-        return launch._Call({"q": x, "k": x, "v": x}, None, False, "hopper", tuple(launch.RUNGS))
+    def rung(x, kernel="hopper"):
+        return launch._Call({"q": x, "k": x, "v": x}, None, False, kernel, tuple(launch.RUNGS))
 
-    if capability == (9, 0):
+    best = "hopper" if capability == (9, 0) else "tensor_core"
+    with warnings.catch_warnings(action="error"):
+        assert rung(x, "auto").rung == best
+    if best == "hopper":
         with warnings.catch_warnings(action="error"):
             assert rung(x).rung == "hopper"
         return
     number = "{}.{}".format(*capability)
     with pytest.warns(FallbackWarning, match=f"exactly compute capability 9.0.* has {number}"):
         assert rung(x).rung == "tensor_core"
+    wide = np.ones((70, 256), np.float16)
     with pytest.warns(FallbackWarning), pytest.raises(ValueError, match="at most 128 columns"):
-        rung(np.ones((70, 256), np.float16))
+        rung(wide)
+    with pytest.raises(ValueError, match="'tensor_core' takes at most 128 columns"):
+        rung(wide, "auto")
+
+
+def test_a_card_that_is_too_old_for_both(monkeypatch):
+    card = types.SimpleNamespace(compute_capability=(7, 5), id=0)
+    monkeypatch.setattr(launch, "_current", lambda: card)
+    x = np.ones((70, 64), np.float16)
+    for kernel in ("auto", "hopper", "tensor_core"):
+        with warnings.catch_warnings(action="ignore"):
+            with pytest.raises(
+                device.GpuError, match=r"'tensor_core' needs compute capability 8.0"
+            ):
+                flashref.cuda.flash_attention_2(x, x, x, kernel=kernel)
 
 
 @pytest.mark.skipif(STATUS.usable, reason="this machine has a GPU")
@@ -109,7 +127,7 @@ def launched(monkeypatch):
 
 
 def test_what_is_launched(launched):
-    seen = launched(1000, 500, 72, 128, offset=-500)
+    seen = launched(1000, 600, 72, 128, offset=-500)
     assert seen.kernel is hopper.forward_kernel(128, "float16", hopper.BEST[128], True, False)
     assert seen.grid == (132, 1, 1) and seen.kernel.launch_bounds == (384, 1)
     assert len(seen.values) == len(seen.kernel.arguments)
@@ -128,15 +146,26 @@ def test_a_launch_without_persistent_blocks_and_one_with_few_tiles(launched):
 def test_what_nobody_sees_is_in_no_map(launched):
     assert [x.shape[2] for x in launched(100, 500, 64, 64, offset=0).maps] == [100, 100, 100]
     assert [x.shape[2] for x in launched(100, 500, 64, 64, offset=-200).maps] == [100, 1, 1]
-    no_keys = launched(100, 0, 64, 64, offset=0)
-    assert [x.pointer for x in no_keys.maps] == [2**12] * 3 and no_keys.kernel.function
+    for D in hopper.BEST:
+        no_keys = launched(100, 0, D, D, offset=0)
+        assert [x.pointer for x in no_keys.maps] == [2**12] * 3 and no_keys.kernel.function
 
 
 def test_kernels_for_what_is_hidden_and_for_negative_scales(launched):
     K, B = hopper.forward_kernel, hopper.BEST[64]
-    assert launched(100, 500, 64, 64, offset=400).kernel is K(64, "float16", B, True, False)
-    assert launched(1, 500, 64, 64, offset=499).kernel is K(64, "float16", B, False, False)
-    assert launched(100, 500, 64, 64, 500, -1.0).kernel is K(64, "float16", B, False, True)
+    assert launched(100, 5000, 64, 64, offset=4900).kernel is K(64, "float16", B, True, False)
+    assert launched(1, 5000, 64, 64, offset=4999).kernel is K(64, "float16", B, False, False)
+    assert launched(100, 5000, 64, 64, 5000).kernel is K(64, "float16", B, False, False)
+    assert launched(100, 5000, 64, 64, 5000, -1.0).kernel is K(64, "float16", B, False, True)
+
+
+def test_a_short_sequence_has_smaller_tiles(launched):
+    for (D, hides), (most, schedule) in hopper.SHORT.items():
+        best, K = hopper.BEST[D], hopper.forward_kernel
+        assert schedule.BC < best.BC
+        for n, expected in ((most, schedule), (most + 1, best)):
+            kernel = launched(n, n, D, D, 0 if hides else n).kernel
+            assert kernel is K(D, "float16", expected, hides, False)
 
 
 def test_steps_add_up_to_the_best():
