@@ -9,10 +9,13 @@ Needs PyTorch, which holds the arrays and brings the peers.
 """
 
 import argparse
+import collections
+import contextlib
 import datetime
 import functools
 import importlib.metadata
 import json
+import math
 import random
 import statistics
 import subprocess
@@ -25,12 +28,14 @@ from pathlib import Path
 import flashref
 from flashref.block_sparse import random_pattern
 from flashref.cuda.device import FallbackWarning
+from flashref.cuda.results import stored, table_title, tables  # noqa: F401 (lesson 12: bench.stored)
 
 TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_LENGTHS = (1024, 4096, 8192)
 SPARSE_LENGTH, SPARSE_BLOCK = 16384, 128  # of block-sparse attention, with square tiles
 SPARSE_SHARES = (1, 2, 4, 8)  # one tile in so many is there
+LONG_LENGTH = 131_072  # of one head, whose S would take 34 GB
 BURST, PAUSE = 15e-3, 20e-3  # seconds
 CAPTURED = 50e-3  # seconds: shorter launches are replayed as a CUDA graph
 SLOWEST = 2.0  # seconds that one launch may take; longer ones are left out, and named
@@ -66,8 +71,13 @@ class Setting:
     @property
     def title(self):
         """Return the heading of its table, the length left out."""
-        direction = "backward" if self.backward else "forward"
-        return f"{self.dtype}, d = {self.d}, {'causal, ' * self.causal}{direction}"
+        return table_title(self.d, self.causal, self.dtype, self.backward)
+
+
+class OneHead(Setting):
+    """One sequence, and one head of it."""
+
+    batch = heads = 1
 
 
 def settings(lengths):
@@ -110,12 +120,15 @@ def main(argv=None):
         if not status.usable or status.simulated:
             print(f"bench gpu needs a GPU. {status}", file=sys.stderr)
             return 2
-        warnings.simplefilter("error", FallbackWarning)  # a rung is measured, or left out
-        results = measure(settings(args.lengths), args.rounds, args.flex, args.steps)
-        if SPARSE_LENGTH in args.lengths:
-            import torch
+        import torch
 
-            results["block_sparse"] = measure_sparse(torch, args.rounds, results["left_out"])
+        warnings.simplefilter("error", FallbackWarning)  # a rung is measured, or left out
+        with noted_compilation() as kernels:
+            results = measure(settings(args.lengths), args.rounds, args.flex, args.steps)
+            if SPARSE_LENGTH in args.lengths:
+                results["block_sparse"] = measure_sparse(torch, args.rounds, results["left_out"])
+                results["long"] = measure_long(torch, results["left_out"])
+        results["kernels"] = kernels
     print(report(results))
     if args.json:
         Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -244,6 +257,72 @@ def measure_sparse(torch, rounds, left_out):
     return found
 
 
+def measure_long(torch, left_out):
+    """Return what one long head takes: milliseconds, and bytes beyond inputs and results."""
+    found = []
+    for d in (64, 128):
+        for backward in (False, True):
+            setting = OneHead(LONG_LENGTH, d, causal=False, backward=backward)
+            inputs = Inputs(torch, setting)
+            for name, make in candidates(setting).items():
+                if name.startswith("PyTorch"):
+                    continue
+                try:
+                    call = make(inputs)
+                    error = inputs.error(call())
+                    torch.cuda.synchronize()
+                    torch.cuda.reset_peak_memory_stats()
+                    before = torch.cuda.memory_allocated()
+                    results = call()
+                    torch.cuda.synchronize()
+                    held = torch.cuda.memory_allocated() - before
+                    more = torch.cuda.max_memory_allocated() - before - held
+                    del results
+                    ms = [burst(torch, call, 1) for _ in range(3)]
+                except Exception as trouble:
+                    text = " ".join(str(trouble).split())[:160]
+                    left_out.append(f"one long head, {name}: {setting.title}: {text}")
+                    continue
+                found.append({
+                    "kernel": name, "n": setting.n, "d": d,
+                    "pass": "backward" if backward else "forward",
+                    "tflops": float(f"{setting.flops / statistics.median(ms) * 1e-9:.4g}"),
+                    "ms": [round(t, 3) for t in ms], "more_bytes": more,
+                    "input_bytes": (4 if backward else 3) * 2 * setting.n * d,
+                    "error": float(f"{error:.2e}"),
+                })  # fmt: skip
+    torch.cuda.empty_cache()
+    return found
+
+
+@contextlib.contextmanager
+def noted_compilation():
+    """Yield a list that fills with what each kernel takes, and the seconds to compile it."""
+    from flashref.cuda import launch
+
+    compiled, kernels = launch._compiled, []
+
+    def noted(kernel, device_id):
+        before, start = compiled.cache_info().misses, time.perf_counter()
+        result = compiled(kernel, device_id)
+        if compiled.cache_info().misses > before:
+            seconds = time.perf_counter() - start
+            (loaded,) = result.owner.overloads.values()
+            kernels.append({
+                "function": kernel.function.__name__, "blocks": kernel.name,
+                "threads": math.prod(result.threads), "registers": loaded.regs_per_thread,
+                "local_bytes": loaded.local_mem_per_thread,
+                "dynamic_shared_bytes": kernel.shared_bytes, "seconds": round(seconds, 2),
+            })  # fmt: skip
+        return result
+
+    launch._compiled = noted
+    try:
+        yield kernels
+    finally:
+        launch._compiled = compiled
+
+
 def sparse_candidates(inputs):
     """Return "dense", and one tile in 1, 2, 4, 8: what makes a call, and the mask of tiles."""
     q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
@@ -353,6 +432,8 @@ def candidates(setting, flex=False, steps=False):
 
         ours = [rung for rung in ours if rung in BACKWARD]
     found = {rung: functools.partial(_ours, rung) for rung in ours}
+    if setting.backward and "tensor_core" in found:
+        found["tensor_core, deterministic"] = functools.partial(_ours, "tensor_core", exact=True)
     found |= {f"PyTorch {peer}": functools.partial(_peer, peer) for peer in peers}
     if steps and "hopper" in found:
         from flashref.cuda import hopper
@@ -364,12 +445,13 @@ def candidates(setting, flex=False, steps=False):
     return found
 
 
-def _ours(rung, inputs):
+def _ours(rung, inputs, exact=False):
     q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
     rules = {"causal": inputs.setting.causal, "kernel": rung}
     if not inputs.setting.backward:
         return lambda: flashref.cuda.flash_attention_2(q, k, v, **rules)
     o, lse = flashref.cuda.flash_attention_2(q, k, v, return_lse=True, **rules)
+    rules["deterministic"] = exact
     return lambda: flashref.cuda.flash_attention_2_backward(do, q, k, v, o, lse, **rules)
 
 
@@ -526,19 +608,6 @@ def nvidia_smi(field):
 
 
 # -- the tables -----------------------------------------------------------------------------------
-def stored():
-    """Return the newest run that is stored with the package.
-
-    Examples
-    --------
-    >>> print(stored()["card"])
-    NVIDIA H200
-    """
-    folder = Path(__file__).parent / "results"
-    runs = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*.json")]
-    return max(runs, key=lambda run: run["date"])
-
-
 def report(results):
     """Return a run as text: TFLOP/s by length, the share of the card's peak, the error."""
     peaks = ", ".join(f"{name}: {value:g}" for name, value in results["peaks"].items())
@@ -562,6 +631,20 @@ def report(results):
             error = f"{max(errors):.1e}" if errors else ""
             lines += [f"  {name:22}{cells}    {best:4.0%}  {error:>8}"]
     lines += report_sparse(results.get("block_sparse", ()))
+    for run in results.get("long", ()):
+        lines.append(
+            f"one head, N = {run['n']:,}, d = {run['d']}, {run['pass']}, {run['kernel']}: "
+            f"{statistics.median(run['ms']):.1f} ms, {run['tflops']} TFLOP/s; "
+            f"{run['more_bytes'] / 2**20:.2f} MiB beyond inputs ({run['input_bytes'] / 2**20:g} "
+            f"MiB) and results; error {run['error']:.1e}"
+        )
+    seconds = collections.defaultdict(list)
+    for kernel in results.get("kernels", ()):
+        seconds[kernel["function"]].append(kernel["seconds"])
+    for function, spent in seconds.items():
+        lines.append(
+            f"compiling {function}: {statistics.median(spent):.1f} s a kernel, {len(spent)} kernels"
+        )
     if results.get("call_us"):
         costs = ", ".join(f"{name} {cost} µs" for name, cost in results["call_us"].items())
         lines += ["", f"what a call costs the host: {costs}"]
@@ -596,19 +679,6 @@ def same_table(run, setting):
     return (run["dtype"], run["d"], run["causal"], run.get("pass", "forward")) == (
         setting.dtype, setting.d, setting.causal, "backward" if setting.backward else "forward",
     )  # fmt: skip
-
-
-def tables(results):
-    """Return title to kernel to length to run; of several runs with other blocks, the fastest."""
-    found = {}
-    for run in results["runs"]:
-        setting = Setting(
-            run["n"], run["d"], run["causal"], run["dtype"], run.get("pass") == "backward"
-        )
-        row = found.setdefault(setting.title, {}).setdefault(run["kernel"], {})
-        if run["n"] not in row or run["tflops"] > row[run["n"]]["tflops"]:
-            row[run["n"]] = run
-    return found
 
 
 def _progress(text):
