@@ -273,7 +273,7 @@ def _count_off(name, label, got, right):
         return f"{label} should be {number(right)}"
     if float(got).is_integer():
         return f"{number(abs(int(got) - right))} {label} too {'many' if got > right else 'few'}"
-    return f"{label} are no whole number"
+    return f"{label} should be a whole number"
 
 
 def off_by(got, right):

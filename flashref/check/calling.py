@@ -500,12 +500,11 @@ def _own_lines(error):
 def _own(filename):
     """Whether a file is the learner's: neither Python's, nor a library's, nor ours."""
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    tests = os.path.join(package, "tests") + os.sep
     path = os.path.abspath(filename)
-    if path.startswith(package + os.sep) and not path.startswith(tests):
-        return False
+    if path.startswith(os.path.join(package, "tests") + os.sep):  # they play the learner
+        return True
     libraries = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib")]
-    within = any(path.startswith(library + os.sep) for library in libraries)
+    within = any(path.startswith(folder + os.sep) for folder in (package, *libraries))
     return not within and "site-packages" not in path and not filename.startswith("<frozen")
 
 

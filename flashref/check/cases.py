@@ -330,9 +330,10 @@ def attention_cases(seed):
     hunt("huge scores of both signs", [[-10000, 10000, 9999, 0], [0, -10000, 5, 6]], (2, 2))
     low = [[-20000, -20001, -20002], [-240000, -480000, -480001]]
     hunt("scores near -20000, and of -240000 and lower", low, (2, 2))
-    # at the scale 1/2; at -1 each is -2 times that
-    turned = [[-1000, 0, 1000], [-2000, -1000, -1999]]
-    hunt("scale=-1, large scores", turned, (2, 2), {"scale": -1.0})
+    # at the scale 1/2; at -1/2 their signs turn. Two keys lead at either end: the answer shows how
+    # far apart they are, so abs(scale) is not taken for a scale of 1
+    turned = [[-2000, -1999, 1000, 999], [-999, -1000, 0, 1]]
+    hunt("scale=-0.5, large scores", turned, (2, 2), {"scale": -0.5})
 
     causal_cases(case, random, real_qkv(64))
     causal = {"causal": True}

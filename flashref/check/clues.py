@@ -213,25 +213,25 @@ def some_keys_only(t):
     return None
 
 
-def mask_turned_round(t):
-    """Say that True and False have changed roles in a mask."""
+def mask_misread(t):
+    """Say that a mask has no effect, or that True and False have changed roles in it."""
     if t.case.get("mask") is None or t.problem.output != "o":
         return None
-    turned = Attention()._visible(t.case)[0]
-    if not (~turned).any(axis=-1).all():
-        return None
-    inputs = {**t.case.options, "mask": ~t.case["mask"]}
-    other = Attention()(_Turned(t.case, inputs), {"block_q": 1, "block_k": 1})
-    if _close(t.got["o"], other["o"], t):
-        return "Your mask works the other way round: True means that a pair is seen."
+    for mask, sentence in (
+        (None, "has no effect"),
+        (~t.case["mask"], "works the other way round: True means that a pair is seen"),
+    ):
+        other = Attention()(_Other(t.case, {"mask": mask}), {"block_q": 1, "block_k": 1})
+        if _close(t.got["o"], other["o"], t):
+            return f"Your mask {sentence}."
     return None
 
 
-class _Turned:
+class _Other:
     """A case with other options."""
 
     def __init__(self, case, options):
-        self.values = {**case.inputs, **options}
+        self.values = {**case.inputs, **case.options, **options}
 
     def __getitem__(self, role):
         return self.values[role]
@@ -288,7 +288,7 @@ def where_wrong(t):
 CLUES = (
     not_a_number,
     uniform_weights,
-    mask_turned_round,
+    mask_misread,
     constant_factor,
     rows_of_zeros,
     swapped_axes,

@@ -203,7 +203,7 @@ def _positive(kind):
     def number(text):
         value = kind(text)
         if not 0 < value < 1e9:
-            raise argparse.ArgumentTypeError(f"{text} is not above 0")
+            raise argparse.ArgumentTypeError(f"{text} is not between 0 and a billion")
         return value
 
     return number
@@ -222,7 +222,7 @@ def _requirement(text):
 def _new_file(text):
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir():  # better said now than after minutes of checking
-        raise argparse.ArgumentTypeError(f"{text} is no file in an existing folder")
+        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
     return path
 
 

@@ -43,7 +43,7 @@ def arguments(exercise, learner, case, first=False):
     """Return {meaning: value} for a call of the learner's function, in the usual order."""
     main = [role.rstrip("?") for role in exercise.main]
     given = {role: case[role] for role in main if role in case and _takes(learner, role)}
-    for role in learner.parameters:
+    for role in (*learner.parameters, *learner.by_position):
         if role in given:
             continue
         if role in case.options:
@@ -88,7 +88,7 @@ def suits(learner, case):
         return bool(sizes) and not any(learner.requires(role) for role in sizes)
     if "d_v" in case and case["d_v"] != case["d"] and not _takes(learner, "d_v"):
         return False
-    if "n_q" in case and case["n_q"] != case["n_k"] and learner.has("n"):
+    if "n_q" in case and case["n_q"] != case["n_k"] and _takes(learner, "n"):
         return False
     if "block_mask" in case and learner.has("block") and not learner.has("block_k"):
         return case.blocks[0] == case.blocks[1]

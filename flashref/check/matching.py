@@ -11,6 +11,7 @@ from flashref.check.answers import allowed, tolerance, wrong_places
 from flashref.check.mistakes import CATALOGUE, DESCRIBED
 
 ARITHMETIC = ("OverflowError", "ZeroDivisionError", "FloatingPointError")
+LENGTHS = {"q": -2, "k": -2, "x": -1}  #: of what blocks cut, and along which axis
 HIDDEN_BLOCKS = (1, 2, 3, 4, 5, 8, 10, 16, 20, 32, 64, 100, 128, 256, 512, 1024)
 
 
@@ -98,10 +99,9 @@ class _Evidence:
         self.failed = [t for t in self.tried if t.problem is not None]
         answers = [x for t in self.failed for x in (t.got or {}).values() if x.dtype != object]
         # a hidden block must have been full at least once, or it explains everything as a tail
-        lengths = {"q": -2, "k": -2, "x": -1}
         longest = [
             max(t.case[role].shape[axis] for t in self.tried if role in t.case)
-            for role, axis in lengths.items()
+            for role, axis in LENGTHS.items()
             if any(role in t.case for t in self.tried)
         ]
         self.longest = min(longest, default=1)
@@ -118,13 +118,26 @@ class _Evidence:
         for form, given in self.hypotheses(mistake, hidden):
             may_show = getattr(form, "may_show", lambda case: True)
             if not unguarded:
-                if all(may_show(t.case) for t in self.failed) and _fits(form, given, self.tried):
+                fits = all(may_show(t.case) for t in self.failed) and _fits(form, given, self.tried)
+                if fits and (not hidden or self.tells_blocks(form, given)):
                     return True
                 continue
             for both in form.without_guards() if hasattr(form, "without_guards") else ():
                 fits = not self.finite and _fits(both, given, self.tried)
                 if fits and any(_wrong(form, given, t) for t in self.failed):
                     return True
+        return False
+
+    def tells_blocks(self, form, given):
+        """Whether a wrong answer tells a hidden block from one that holds the whole case.
+
+        A mask that is ignored is, in a single tile, a mask that is not applied inside.
+        """
+        for t in self.failed:
+            n = max(t.case[role].shape[axis] for role, axis in LENGTHS.items() if role in t.case)
+            guess, whole = (form(t.case, g(t.case)) for g in (given, _Given(self.learner, n, n)))
+            if any(not _alike(x, guess[x], whole[x], tolerance(t.case, x)) for x in guess):
+                return True
         return False
 
     def contradicts(self, form, given):
@@ -185,20 +198,18 @@ class _Given:
 
 def _fits(form, given, tried):
     """Whether a form gives every answer seen, and is itself wrong somewhere."""
-    return all(_explains(form, given, t, also_right=True) for t in tried)
+    return all(_explains(form, given, t, in_doubt=True) for t in tried)
 
 
-def _explains(form, given, t, also_right=False, only_wrong=False):
-    """Whether a form gives the answer seen.
+def _explains(form, given, t, in_doubt=False, only_wrong=False):
+    """Whether a form gives the answer seen; `in_doubt` where its blocks cannot be known.
 
-    A right answer only counts with `also_right`; with `only_wrong`, of several outputs only the one
-    that is wrong, and the others may not be wrong in the form alone.
+    With `only_wrong`, of several outputs only the one that is wrong counts, and the others may not
+    be wrong in the form alone.
     """
-    if t.problem is None and not also_right:
-        return False
     blocks = given(t.case)
-    if blocks is None:  # cannot be known: no evidence for or against
-        return also_right
+    if blocks is None:
+        return in_doubt
     guess = form(t.case, blocks)
     if t.got is None:
         return any(
@@ -244,8 +255,6 @@ def _alike(name, got, guess, tol):
     if got.dtype == object:
         # fractions, where somebody forgot to round, hang on the order of operations
         return all(abs(a - b) <= 1e-12 * abs(b) for a, b in zip(got, guess, strict=True))
-    if got.shape != guess.shape:
-        return False
     same_kind = np.isfinite(got) == np.isfinite(guess)
     if name == "lse":  # elsewhere the sign of an infinity hangs on the order of operations
         same_kind &= np.isneginf(got) == np.isneginf(guess)

@@ -132,7 +132,7 @@ def read_homework(path):
     except OSError as error:
         raise Unreadable(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, SyntaxError, LookupError) as error:
-        raise Unreadable(f"{path} is no Python text: {error}") from error
+        raise Unreadable(f"{path} is not Python text: {error}") from error
 
 
 def _code_cells(path):
@@ -146,7 +146,7 @@ def _code_cells(path):
             if cell["cell_type"] == "code"
         ]
     except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
-        raise Unreadable(f"{path} is no notebook: {type(error).__name__}: {error}") from error
+        raise Unreadable(f"{path} is not a notebook: {type(error).__name__}: {error}") from error
     labels = [f"{path.name}, code cell {i}" for i in range(1, len(sources) + 1)]
     return [[label, label, source] for label, source in zip(labels, sources, strict=True)]
 

@@ -98,7 +98,7 @@ def _understand(exercise, function):
 
 def _traffic_kind(exercise, function):
     """Return which of the two kinds of traffic homework this is."""
-    learner = None
+    by_position = None
     for closed_form in (CLOSED_FORM, ONE_LENGTH):
         try:
             learner = calling.understand(function, closed_form.main, ())
@@ -106,14 +106,15 @@ def _traffic_kind(exercise, function):
             continue
         if not learner.by_position:
             return closed_form, learner
+        by_position = by_position or (closed_form, learner)
     try:
         tiled = calling.understand(function, exercise.main, exercise.options)
         if tiled.has("memory"):
             return exercise, tiled
     except NotUnderstood:
         pass
-    if learner is not None:
-        return closed_form, learner
+    if by_position is not None:
+        return by_position
     name = getattr(function, "__name__", "your function")
     raise NotUnderstood(
         f"{name} can be either of two things. A tiled algorithm takes q, k, v, block_q, block_k "

@@ -55,16 +55,16 @@ def read_message(fd):
         return None
     n_json, n_bytes = LENGTHS.unpack(lengths)
     if n_json > MOST_JSON or n_bytes > MOST_BYTES:
-        raise ProtocolError("an answer of more than 64 MiB, or bytes that are no answer")
+        raise ProtocolError("an answer of more than 64 MiB, or bytes that are not an answer")
     text, body = _read(fd, n_json), _read(fd, n_bytes)
     if text is None or body is None:
         return None
     try:
         header = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ProtocolError("bytes that are no answer") from error
+        raise ProtocolError("bytes that are not an answer") from error
     if not isinstance(header, dict):
-        raise ProtocolError("bytes that are no answer")
+        raise ProtocolError("bytes that are not an answer")
     return header, body
 
 

@@ -1,11 +1,16 @@
-"""The script that runs the suite on other Pythons: what it counts, and that it skips no row."""
+"""The script that runs the suite on other Pythons: what it counts, and that it skips no row.
 
+Two rows stand here in small, since the script itself is run rarely: without numba, and from an
+installed copy.
+"""
+
+import shutil
 import subprocess
 import sys
 
 import pytest
 
-from flashref.tests import matrix
+from flashref.tests import conftest, matrix
 
 SUITE = """
 import pytest
@@ -63,6 +68,45 @@ def test_what_cannot_be_installed_fails(monkeypatch, capsys):
     monkeypatch.setattr(matrix, "install", refuse)
     assert matrix.main(["--only", "3.11-lowest"]) == 1
     assert "No solution found" in capsys.readouterr().out
+
+
+IMPORT_ALL = """
+import importlib, sys
+import pytest
+sys.modules["numba"] = None  # as if it were not installed
+for name in sys.argv[1:]:
+    try:
+        importlib.import_module(name)
+    except pytest.skip.Exception as skipped:
+        assert str(skipped), f"{name} does not say why it is skipped"
+    except Exception as error:
+        print(f"{name}: {error!r}")
+"""
+
+
+def test_every_test_file_can_be_read_without_numba():
+    """What needs it is skipped; a file that cannot be read would lose the rest of its tests."""
+    tests = matrix.TOP / "flashref" / "tests"
+    paths = set(tests.rglob("test_*.py"))
+    for folder in conftest.collect_ignore:
+        paths -= set((tests / folder).rglob("*"))
+    names = [".".join(path.relative_to(matrix.TOP).with_suffix("").parts) for path in sorted(paths)]
+    assert __name__ in names
+    command = [sys.executable, "-c", IMPORT_ALL, *names]
+    run = subprocess.run(command, cwd=matrix.TOP, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (0, ""), run.stderr
+
+
+def test_the_checks_work_from_an_installed_copy(tmp_path):
+    """A library's lines are not shown; once installed, what plays the learner lies in a library."""
+    package = tmp_path / "site-packages" / "flashref"
+    ignore = shutil.ignore_patterns("__pycache__")  # it names the files that it was made of
+    shutil.copytree(matrix.TOP / "flashref", package, ignore=ignore)
+    tests = [package / "tests" / "check" / f"test_{name}.py" for name in ("accepts", "reports")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests]
+    command += ["-k", "refuse or learner or transcripts"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
 
 
 @pytest.mark.parametrize("name", matrix.SLOW)

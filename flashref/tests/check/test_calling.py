@@ -216,7 +216,7 @@ def test_options_are_given_by_their_own_names():
     assert check.attention(flash).passed
     blocks = {(Br, Bc) for Br, Bc, *_ in given}
     assert {(2, 2), (1, 1), (8, 8), (3, 4)} <= blocks
-    assert {scale for *_, scale, _, _ in given} == {None, 0.3, 1.0, 0.0, -1.0}
+    assert {scale for *_, scale, _, _ in given} == {None, 0.3, 1.0, 0.0, -0.5, -1.0}
     assert {causal for *_, causal, _ in given} == {False, True}
     assert {extra for *_, extra in given} == {"mine"}
 
@@ -314,7 +314,103 @@ def test_learner_errors_carry_text_and_lines():
         assert kind("it stopped").kind == ""
 
 
+def test_a_class_with_apply_may_do_without_a_context():
+    class Attention:
+        @staticmethod
+        def forward(q, k, v):
+            return flashref.standard_attention(q, k, v)
+
+        @classmethod
+        def apply(cls, *inputs):
+            return cls.forward(*inputs)
+
+    assert check.attention(Attention).passed
+
+
+def test_compiled_code_is_called_by_position():
+    """Its signature is not to be had."""
+    assert understood(max, "softmax").by_position == ("x",)
+    assert "p has shape (); it should be (3,)" in str(check.softmax(max))
+
+
+def test_a_cell_of_a_notebook_is_called_a_cell():
+    code = "def softmax(x):\n    return x / zero\n"
+    exec(compile(code, "<ipython-input-3-0123456789ab>", "exec"), made := {})
+    assert "your cell, line 2, in softmax" in str(check.softmax(made["softmax"]))
+
+
+def test_an_exception_that_cannot_be_printed_is_named():
+    class Mine(Exception):
+        def __str__(self):
+            return self.reason  # there is none
+
+    def softmax(x):
+        raise Mine
+
+    report = check.softmax(softmax)
+    assert report.failures[0].kind == "error" and "\n    Mine\n" in f"{report}\n"
+
+
+def test_no_memory_left_is_said_so():
+    def softmax(x):
+        raise MemoryError("Unable to allocate 7.3 TiB")
+
+    report = check.softmax(softmax)
+    assert "wanted more memory than there is" in str(report) and "7.3 TiB" in str(report)
+
+
+def test_a_library_that_cannot_be_imported_is_not_tried():
+    def softmax(x):
+        raise ImportError("jax needs a newer jaxlib")
+
+    assert "ImportError: jax needs a newer jaxlib" in str(check.softmax(softmax))
+
+
+def test_a_partial_of_a_function_of_lists_gets_lists():
+    def softmax(function, x):
+        return function(x.copy() if x.count(x[0]) else None)  # an array has no `count`
+
+    report = check.softmax(functools.partial(softmax, correct.softmax_in_plain_python))
+    assert report.passed, report
+
+
 # --- tensors ------------------------------------------------------------------------------------
+
+
+class Tensor:
+    """Stands for a tensor on a GPU: its numbers come only by way of the CPU."""
+
+    dtype = "torch.bfloat16"
+
+    def __init__(self, array, home=False):
+        self.array, self.home = array, home
+
+    def detach(self):
+        return self
+
+    def cpu(self):
+        return Tensor(self.array, home=True)
+
+    def float(self):
+        return self
+
+    def numpy(self):
+        raise TypeError("can't convert cuda:0 device type tensor to numpy")
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype) if self.home else self.numpy()
+
+
+@pytest.mark.parametrize("pack", [lambda o, lse: Tensor(o), lambda o, lse: (Tensor(o), Tensor(lse)),
+                                  lambda o, lse: [Tensor(row) for row in o]])  # fmt: skip
+def test_a_tensor_is_fetched_from_where_it_lies(pack):
+    def attention(q, k, v):
+        assert q.ndim == 2, "one head"
+        return pack(*flashref.standard_attention(q, k, v, return_lse=True))
+
+    report = check.attention(attention)
+    assert report.passed, report
+
 
 torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 

@@ -232,6 +232,19 @@ def test_a_mistake_that_is_wrong_where_the_answer_is_right_is_only_resembled():
     assert "may have the same cause" not in text
 
 
+def test_the_size_of_a_negative_scale_is_no_scale_of_1():
+    """At scale=-1 the two are one function."""
+
+    def size_of_the_scale(q, k, v, scale=None):
+        return flashref.standard_attention(q, k, v, scale=None if scale is None else abs(scale))
+
+    report = check.attention(size_of_the_scale)
+    assert not report.passed and report.mistake is None and report.partly == (None, 0)
+    text = str(report)
+    assert "Wrong only with a negative scale, and there always" in text
+    assert "scale_missing" not in text
+
+
 def test_part_of_it_is_no_mistake_that_would_spoil_what_is_right():
     """Without the last tile of a row, causal tails look dropped; all other tails are there."""
 

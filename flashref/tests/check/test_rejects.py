@@ -126,6 +126,11 @@ def test_a_mistake_without_a_name_is_described(name, words, function):
     assert report.mistake == (words if words in mistakes.BY_ID else None)
 
 
+def test_an_infinite_number_is_not_called_nan():
+    function = dict((f.__name__, f) for _, _, f in WRONG)["without_the_largest"]
+    assert "NaN" not in str(check.softmax(function))
+
+
 def test_a_clue_on_another_case_than_the_one_shown_says_so():
     def without_an_axis(o_a, lse_a, o_b, lse_b):
         lse = np.logaddexp(lse_a, lse_b)
@@ -361,6 +366,18 @@ class CachedByIdentity:
         return known[1].copy()
 
 
+class SuspiciousByIdentity:
+    """Right, but it stops where array objects that it knows hold other numbers."""
+
+    def __init__(self):
+        self.known = {}
+
+    def __call__(self, q, k, v):
+        known = self.known.setdefault(id(q), (q, q.copy()))
+        assert np.array_equal(known[1], q), "q has changed"
+        return right(q, k, v)
+
+
 class Tired:
     """Right for a while."""
 
@@ -370,6 +387,17 @@ class Tired:
     def __call__(self, q, k, v):
         self.left -= 1
         return right(q, k, v) * (1 if self.left > 0 else 1.01)
+
+
+class Once:
+    """Right for a question that is new; asked again, it raises, or forgets to return."""
+
+    def __init__(self, then):
+        self.then, self.left = then, 3
+
+    def __call__(self, q, k, v):
+        self.left -= 1
+        return right(q, k, v) if self.left else self.then()
 
 
 class Buffered:
@@ -391,11 +419,24 @@ class Buffered:
         (Cached, "earlier call"),
         (CachedByShape, "earlier call"),
         (CachedByIdentity, "new numbers in the same arrays"),
+        (SuspiciousByIdentity, "new numbers in the same arrays"),
         (functools.partial(Tired, 10), "The same call gave the right answer once"),
         (functools.partial(Tired, 2), "The same call gave the right answer once"),
+        (functools.partial(Once, {}.popitem), "right answer once, and then KeyError"),
+        (functools.partial(Once, lambda: None), "right answer once, and then another answer"),
         (Buffered, "one and the same array"),
     ],
-    ids=["previous", "by shape", "by identity", "tired", "tired at once", "buffered"],
+    ids=[
+        "previous",
+        "by shape",
+        "by identity",
+        "suspicious",
+        "tired",
+        "tired at once",
+        "raises",
+        "forgets",
+        "buffered",
+    ],
 )
 def test_an_answer_must_depend_on_its_question_alone(make, words):
     report = check.attention(make())
@@ -443,9 +484,16 @@ def clearing(x):
     return p
 
 
+def striking_out(x):
+    p = correct.softmax_in_plain_python(x)
+    x[x.index(max(x))] = None  # of lists only
+    return p
+
+
 @pytest.mark.parametrize(
     ("name", "function", "words"),
     [
+        ("softmax", striking_out, "the function changed its argument x. Work on a copy"),
         ("attention", doubling, "changed its argument k: k[0, 1] was 2 and is now 4"),
         ("attention", writing_into_q, "changed its argument q"),
         ("softmax", sorting, "changed its argument x"),
@@ -497,6 +545,9 @@ def test_a_view_of_the_input_is_no_answer():
         (lambda q, k, v: right(q, k, v).astype(np.float16), "dtype", "float16"),
         (lambda q, k, v: right(q, k, v) > 1, "dtype", "bool"),
         (lambda q, k, v: right(q, k, v)[:-1], "shape", "o has shape (1, 2); it should be (2, 2)"),
+        (lambda q, k, v: right(q, k, v)[:, 0], "shape", "An axis is missing"),
+        (lambda q, k, v: right(q, k, v)[..., :1].tolist(), "shape", "o has shape (2, 1)"),
+        (lambda q, k, v: (right(q, k, v), None), "result", "lse is None; an array of numbers is"),
         (lambda q, k, v: right(q, k, v)[None], "shape", "an axis of length 1 too many"),
         (lambda q, k, v: right(q, k, v, return_lse=True)[::-1], "result", "in this order"),
         (
@@ -523,6 +574,7 @@ def test_a_result_that_is_no_answer_has_its_own_sentence(function, kind, words):
         ("block_sizes", lambda M, d: M // (4 * d), "give back (B_r, B_c)"),
         ("block_sizes", lambda M, d: ("3", "9"), "give back two counts"),
         ("traffic", lambda n_q, n_k, d, block_q, block_k: 3, "give back (loads, stores)"),
+        ("traffic", lambda n, d, block_q, block_k: (n / block_k, 1.5), "stores should be a whole"),
     ],
 )
 def test_what_is_asked_for_is_said(name, function, words):
@@ -594,6 +646,13 @@ def test_traffic_wants_the_right_output_too():
         return 2 * flash_2(q, k, v, block_q, block_k, memory)
 
     assert not check.traffic(wrong).passed
+
+
+def test_traffic_without_a_result_is_asked_for_one():
+    def returns_nothing(q, k, v, block_q, block_k, memory):
+        flash_2(q, k, v, block_q, block_k, memory)
+
+    assert "Is the `return` missing?" in str(check.traffic(returns_nothing))
 
 
 def test_traffic_that_never_moves_is_told_so():

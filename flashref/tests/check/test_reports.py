@@ -141,6 +141,17 @@ def test_an_error_shows_the_learners_lines_and_not_ours():
     assert len(report.failures) == 1  # no case was answered: there is nothing to add
 
 
+def test_an_error_with_the_axes_that_it_wants_is_the_one_that_is_shown():
+    """That the plain case has too few axes for it says nothing."""
+
+    def four_axes(q, k, v):
+        _, _, _, d = q.shape
+        return np.softmax(q @ k.swapaxes(-1, -2) / d**0.5) @ v
+
+    text = str(check.attention(four_axes))
+    assert "AttributeError" in text and "'softmax'" in text and "unpack" not in text
+
+
 def test_an_error_in_a_library_shows_the_learners_line():
     def attention(q, k, v):
         return np.stack([q, k]) @ v

@@ -444,8 +444,9 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     (["homework.py", "--require", "attention"], "what can be required is causal, scale,"),
     (["homework.py", "--require", "attention.colour"], "not asked for 'colour'"),
     (["homework.py", "--require", "block_sizes.causal"], "has no options"),
-    (["homework.py", "--timeout", "0"], "not above 0"),
-    (["homework.py", "--timeout", "nan"], "not above 0"),
+    (["homework.py", "--timeout", "0"], "is not between 0 and a billion"),
+    (["homework.py", "--timeout", "nan"], "is not between 0 and a billion"),
+    (["homework.py", "--timeout", "1e9"], "is not between 0 and a billion"),
     (["homework.py", "--memory", "much"], "invalid"),
     (["homework.py", "--json", "nowhere/report.json"], "existing folder"),
     (["homework.py", "--junit", "."], "existing folder"),
@@ -457,6 +458,26 @@ def test_usage_errors(tmp_path, monkeypatch, capsys, argv, says):
     assert command.main(argv) == 2
     captured = capsys.readouterr()
     assert says in captured.err and captured.out == ""
+
+
+def test_a_file_that_ends_its_process_stops_every_exercise(run):
+    code, out = run(f"import os\n{SOFTMAX}{SIZES}os._exit(3)\n")
+    assert code == 1 and "0 of 2 passed" in out
+    assert "softmax" in out and "block_sizes" in out and out.count("exit code 3") >= 2
+
+
+def test_a_value_is_no_function(run):
+    code, out = run("softmax = 3\n", "--only", "softmax")
+    assert code == 1 and "softmax is a int, not a function." in out
+
+
+def test_an_interruption_is_told_from_a_failure(tmp_path, monkeypatch, capsys):
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "read_homework", interrupted)
+    assert command.main(["homework.py", "--timeout", "5"]) == 130
+    assert "interrupted; nothing was graded" in capsys.readouterr().err
 
 
 def test_nothing_to_check(run):

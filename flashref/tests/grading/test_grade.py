@@ -86,7 +86,7 @@ def test_everybody_has_a_row(graded, tmp_path):
     assert got["wrong"]["attention"] == "scale_missing"
     assert got["half"]["attention"] == "missing"
     assert got["latin"]["softmax"] == got["latin"]["attention"] == "unreadable"
-    assert "exit code 2" in got["latin"]["problems"] and "no Python" in got["latin"]["problems"]
+    assert all(said in got["latin"]["problems"] for said in ("exit code 2", "not Python text"))
     assert got["nobody"]["softmax"] == got["talk"]["attention"] == "nothing handed in"
     assert got["two"]["softmax"] == "not graded" and "a.py, b.py" in got["two"]["problems"]
     assert got["capital"]["file"] == "Homework.py" and got["both"]["file"] == "homework.py"
@@ -96,7 +96,7 @@ def test_every_student_has_something_to_read(graded, tmp_path):
     got = graded({"wrong/homework.py": text("no_scale"), "latin/homework.py": LATIN_1, "x/y": ""})
     said = {name: (tmp_path / "reports" / f"{name}.txt").read_text("utf-8") for name in got}
     assert "It looks like scale_missing" in said["wrong"] and "1 of 2 passed" in said["wrong"]
-    assert "no Python text" in said["latin"] and said["x"] == "nothing handed in\n"
+    assert "is not Python text" in said["latin"] and said["x"] == "nothing handed in\n"
     report = json.loads((tmp_path / "reports" / "wrong.json").read_text("utf-8"))
     assert report["passed"] == 1
 
@@ -133,7 +133,7 @@ def test_a_relative_does_not_stand_in_and_stops_nobody(graded):
 
 @POSIX
 @pytest.mark.parametrize("homework, says", [
-    (LATIN_1, "no Python text"), (KILLS.encode(), "exit code -9"),
+    (LATIN_1, "is not Python text"), (KILLS.encode(), "exit code -9"),
 ])  # fmt: skip
 def test_the_test_file_says_why_there_is_no_report(tmp_path, homework, says):
     shutil.copy(EXAMPLES / "pytest" / "test_by_command.py", tmp_path)

@@ -1,5 +1,6 @@
 """The proxy behaves like the learner's function, and no message talks the parent into anything."""
 
+import errno
 import inspect
 import json
 import math
@@ -437,18 +438,35 @@ def test_notebooks_of_both_formats_are_read(tmp_path, version):
 
 @pytest.mark.parametrize("name, data, says", [
     ("homework.txt", b"", "neither"),
-    ("homework.ipynb", b"{", "no notebook"),
-    ("homework.ipynb", b"[]", "no notebook"),
-    ("homework.ipynb", b"[" * 100_000, "no notebook"),
-    ("homework.ipynb", b'{"cells": [{"cell_type": "code"}]}', "no notebook"),
-    ("homework.ipynb", b'{"cells": [{"cell_type": "code", "source": 1}]}', "no notebook"),
-    ("homework.py", b"\xff\xfe\x00", "no Python text"),
-    ("homework.py", b"# coding: klingon\n", "no Python text"),
+    ("homework.ipynb", b"{", "is not a notebook"),
+    ("homework.ipynb", b"[]", "is not a notebook"),
+    ("homework.ipynb", b"[" * 100_000, "is not a notebook"),
+    ("homework.ipynb", b'{"cells": [{"cell_type": "code"}]}', "is not a notebook"),
+    ("homework.ipynb", b'{"cells": [{"cell_type": "code", "source": 1}]}', "is not a notebook"),
+    ("homework.py", b"\xff\xfe\x00", "is not Python text"),
+    ("homework.py", b"# coding: klingon\n", "is not Python text"),
 ])  # fmt: skip
 def test_files_that_cannot_be_read_are_said_to_be(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(remote.Unreadable, match=says):
         remote.read_homework(tmp_path / name)
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path):
+    with (tmp_path / "homework.ipynb").open("wb") as file:
+        file.truncate(remote.BIGGEST_FILE + 1)
+    with pytest.raises(remote.Unreadable, match="larger than 16 MiB"):
+        remote.read_homework(tmp_path / "homework.ipynb")
+
+
+def test_a_file_that_may_not_be_read_is_said_to_be(tmp_path, monkeypatch):
+    def refuse(path):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))  # root may read every file
+
+    (tmp_path / "homework.py").touch()
+    monkeypatch.setattr(remote.tokenize, "open", refuse)
+    with pytest.raises(remote.Unreadable, match="cannot be read: Permission denied"):
+        remote.read_homework(tmp_path / "homework.py")
 
 
 def test_a_file_that_is_not_there_is_said_to_be(tmp_path):

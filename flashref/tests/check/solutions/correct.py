@@ -1,11 +1,12 @@
 """Right answers in many styles; each must pass every check that it fits.
 
 Nothing here uses flashref: the styles are those of homework, of papers, and of other libraries.
-PyTorch and JAX are imported inside the functions, which are left out where they are missing.
+PyTorch, JAX and Numba are imported inside the functions, and only where they are installed.
 """
 
 import collections
 import functools
+import importlib.util
 import itertools
 import math
 
@@ -35,6 +36,11 @@ def solves(*exercises, needs=None):
         return function
 
     return put
+
+
+def installed(library):
+    """Whether a library can be imported."""
+    return importlib.util.find_spec(library) is not None
 
 
 def quiet(function):
@@ -1048,13 +1054,15 @@ ATTENTION[-1] = (None, Stateful())
 
 
 def compiled(function):
-    """Compile a function with Numba."""
+    """Compile a function with Numba, where there is Numba."""
+    if not installed("numba"):
+        return function
     import numba
 
     return numba.njit(function)
 
 
-@solves(ATTENTION)
+@solves(ATTENTION, needs="numba")
 @compiled
 def attention_in_numba(Q, K, V, Br=4, Bc=3):
     n_q, d = Q.shape
@@ -1270,12 +1278,12 @@ def flash_1_divided_at_the_end(Q, K, V, Br, Bc, memory):
     return O / l[:, None]
 
 
-def solutions(available):
-    """Return [(check, function)] of all that do not need a library that is missing."""
+def solutions():
+    """Return [(check, function, missing)]: the library that it needs and that is not here."""
     found = []
     for check, functions in CHECKS.items():
         for needs, function in functions:
-            if needs is None or needs in available:
-                function = function() if function is torch_function else function
-                found.append((check, function))
+            here = needs is None or installed(needs)
+            function = function() if here and function is torch_function else function
+            found.append((check, function, None if here else needs))
     return found

@@ -49,6 +49,13 @@ attempt("softmax", "One maximum", shifted(lambda x: x.max()), "by_largest_of_all
 attempt("softmax", "the median", shifted(lambda x: np.median(x, **ROW)), "by_median")
 
 
+@wrong("softmax", "Place 2 of p is wrong")
+def without_the_largest(x):
+    p = flashref.safe_softmax(x)
+    p[x == x.max(axis=-1, keepdims=True)] = np.inf
+    return p
+
+
 @wrong("softmax", "All weights of the matrix together sum to 1")
 def summed_over_all(x):
     e = np.exp(x - x.max(axis=-1, keepdims=True))
@@ -797,7 +804,101 @@ def packed_with_the_ends_of_the_queries(q, k, v, causal=False):
     return flashref.standard_attention(q, k[:n], v[:n], causal=causal)
 
 
+@wrong("attention", "Each row of o is right up to a factor of its own (1, 0.5)")
+def a_sum_that_no_row_resets(q, k, v):
+    assert q.ndim == 2, "one head"
+    o, l = np.empty((len(q), v.shape[1])), 0
+    for i in range(len(q)):
+        s = k @ q[i] / math.sqrt(q.shape[1])
+        p = np.exp(s - s.max())
+        l += p.sum()
+        o[i] = p @ v / l
+    return o
+
+
+@wrong("attention", "attention without key 0")
+def first_key_as_a_header(q, k, v):
+    k, v = (x[..., 1:, :] if x.shape[-2] > 1 else x for x in (k, v))
+    return flashref.standard_attention(q, k, v)
+
+
+@wrong("attention", "Only rows 64 to 130 of o are wrong")
+def one_block_of_queries(q, k, v, block_q=64):
+    o = flashref.standard_attention(q, k, v)
+    o[..., 64:, :] += flashref.standard_attention(q[..., 64:, :], k, v)
+    return o
+
+
+@wrong("attention", "Only head 2 of o is wrong")
+def last_head_twice(q, k, v):
+    o = flashref.standard_attention(q, k, v)
+    if o.ndim > 2:
+        o[..., -1, :, :] += o[..., 0, :, :]
+    return o
+
+
+@wrong("attention", "NaN fills 5 of 15 rows of o")
+def last_head_never_summed(q, k, v):
+    o = flashref.standard_attention(q, k, v)
+    if o.ndim > 2:
+        o[..., -1, :, :] *= np.nan
+    return o
+
+
+@wrong("attention", "Your mask has no effect")
+def a_mask_that_nobody_reads(q, k, v, mask=None):
+    return flashref.standard_attention(q, k, v)
+
+
+@wrong("attention", "Your window has no effect")
+def a_window_that_nobody_reads(q, k, v, window=None):
+    return flashref.standard_attention(q, k, v)
+
+
+@wrong("attention", "Wrong only with a mask, and there always")
+def a_mask_of_keys(q, k, v, mask=None):
+    if mask is not None:  # a key is there as soon as one query sees it, but the first
+        mask = np.broadcast_to(mask[1:].any(axis=0), mask.shape)
+    return flashref.standard_attention(q, k, v, mask=mask)
+
+
+@wrong("attention", "sram_elements=1,500")
+def a_tile_for_narrow_heads(q, k, v):
+    size, memory = 8 if q.shape[-1] <= 8 else 40, flashref.Memory(1500)
+    return flashref.flash_attention_1(q, k, v, block_q=size, block_k=size, memory=memory)
+
+
+@wrong("attention", "diagonal_block_unmasked")
+def keys_in_blocks_of_4(q, k, v, Br, causal=False):
+    assert q.ndim == 2, "one head"
+    mask = np.tri(len(q), len(k), len(k) - len(q), dtype=bool) | (not causal)
+    for i in range(0, len(q), Br):
+        for j in range(0, len(k), 4):
+            mask[i : i + Br, j : j + 4] |= mask[i : i + Br, j : j + 4].any()
+    return flashref.standard_attention(q, k, v, mask=mask)
+
+
+@wrong("attention", "tail_keys_dropped")
+def blocks_that_it_may_choose(q, k, v, Br=None, Bc=None):
+    assert q.ndim == 2, "one head"
+    n = len(k) // (Bc or 32) * (Bc or 32)
+    return flashref.standard_attention(q, k[:n], v[:n]) if n else np.zeros((len(q), v.shape[1]))
+
+
+@wrong("attention", "Part of it looks like tail_keys_dropped")
+def whole_blocks_and_no_scale(q, k, v, Br=None, Bc=None, scale=None):
+    assert q.ndim == 2, "one head"
+    n = len(k) // (Bc or 1) * (Bc or 1)
+    return flashref.standard_attention(q, k[:n], v[:n]) if n else np.zeros((len(q), v.shape[1]))
+
+
 # --- the backward pass --------------------------------------------------------------------------
+
+
+@wrong("attention_backward", "Your dq is log₂ e = 1.4427 times the right one, everywhere")
+def scores_in_base_2(do, q, k, v):
+    dq, dk, dv = flashref.standard_attention_backward(do, q, k, v)
+    return dq / np.log(2), dk, dv  # q was multiplied by log2(e), and nobody took it back
 
 
 def backward(ds, dq_scale=1, dk_scale=1, dv=lambda P, dO: P.swapaxes(-1, -2) @ dO, unscaled=False):
