@@ -42,16 +42,16 @@ THREADS_FROM = 2**18  # scores in a call from which a pool of threads pays for i
 class Options:
     """What every algorithm lets a caller choose; `standard_attention` documents each."""
 
-    scale: float | None
-    causal: bool | str
-    window: tuple | None
-    mask: Any
-    bias: Any
-    alibi_slopes: Any
-    softcap: float | None
-    dropout_p: float
-    seed: int | None
-    memory: Any
+    scale: float | None = None
+    causal: bool | str = False
+    window: tuple | None = None
+    mask: Any = None
+    bias: Any = None
+    alibi_slopes: Any = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+    seed: int | None = None
+    memory: Any = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ def num_threads():
     asked = os.environ.get("FLASHREF_NUM_THREADS")
     if asked is not None:
         require(
-            asked.isdecimal() and int(asked) > 0, f"FLASHREF_NUM_THREADS={asked!r} must be 1 up"
+            asked.isdecimal() and int(asked) > 0,
+            f"FLASHREF_NUM_THREADS={asked!r} must be an integer of at least 1",
         )
         return int(asked)
     usable = getattr(os, "sched_getaffinity", None)  # not on macOS and Windows

@@ -45,8 +45,8 @@ def real_qkv(layer=0):
     from -66.8 to 77.1; Gaussians give -5.0 to 4.6
     """
     stored = _about()["layers"]
-    layer = count("layer", layer, least=0, hint=f"; stored are the layers {stored}")
-    require(layer in stored, f"{layer=} is not stored; stored are the layers {stored}")
+    layer = count("layer", layer, least=0, hint=f"; the stored layers are {stored}")
+    require(layer in stored, f"{layer=} is not stored; the stored layers are {stored}")
     with (_FILES / "real_qkv.npy").open("rb") as file:
         qkv = np.load(file, allow_pickle=False)[stored.index(layer)]  # (3, heads, n, d)
     q, k, v = (x.astype(np.float32) for x in qkv)

@@ -76,7 +76,7 @@ class Schedule:
     def busy(self, unit):
         """Return which share of the whole time a unit is at work, 0 to 1; see `UNITS`."""
         units = dict.fromkeys(UNITS.values())
-        require(unit in [*units], f"{unit=} is no part of the chip; give {', '.join(units)}")
+        require(unit in [*units], f"{unit=} is not a part of the chip; give {', '.join(units)}")
         work = sum(task.end - task.start for task in self.intervals if UNITS[task.what] == unit)
         return work / self.length if self.length else 0.0
 
@@ -199,7 +199,7 @@ def simulate(programs, *, load=3, qk=2, softmax=2, pv=2, buffers=2, turns=None, 
     times = {"load": load, "QK": qk, "softmax": softmax, "PV": pv}
     times = {what: _time(what.lower(), time) for what, time in times.items()}
     buffers = count("buffers", buffers)
-    require(release in PER_BLOCK, f"{release=} is no task of a block; give {PER_BLOCK}")
+    require(release in PER_BLOCK, f"{release=} is not a task of a block; give {PER_BLOCK}")
     known = turns is None or (isinstance(turns, str) and turns in ("products", "program"))
     require(known, f"{turns=} is not known; give 'products', 'program' or None")
     programs = _check_programs(programs)

@@ -121,9 +121,9 @@ def backward_recompute(n=1024, d=64, block_q=128, block_k=256, row=4, col=1):
         one tile of P made again from blocks of Q, K and L.
     """
     n, d, block_q, block_k = counts(n=n, d=d, block_q=block_q, block_k=block_k)
-    tiles = -(-n // block_q), -(-n // block_k)
-    there = is_integer(row) and is_integer(col) and 0 <= row < tiles[0] and 0 <= col < tiles[1]
-    require(there, f"{row=}, {col=} is no tile; there are {tiles[0]} x {tiles[1]}, counted from 0")
+    t_r, t_c = -(-n // block_q), -(-n // block_k)
+    there = is_integer(row) and is_integer(col) and 0 <= row < t_r and 0 <= col < t_c
+    require(there, f"{row=}, {col=} is not a tile; there are {t_r} x {t_c}, counted from 0")
     figure = page_figure(3.75)
     panels = figure.subplots(1, 3)
     figure.subplots_adjust(left=0.005, right=0.995, bottom=0.01, top=0.85, wspace=0.03)

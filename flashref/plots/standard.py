@@ -475,7 +475,7 @@ def difference_curve(h, errors):
     falling = h.ndim == 1 and len(h) > 1 and (np.diff(h) < 0).all()
     require(falling and h[-1] > 0, "give two or more steps h, falling and above 0")
     titled("errors", errors, "its errors")
-    require(len(errors) <= 3, f"errors holds {len(errors)} curves; there are looks for 3")
+    require(len(errors) <= 3, f"errors holds {len(errors)} curves; give at most 3")
     errors = {name: float_array(name, error) for name, error in errors.items()}
     for name, error in errors.items():
         require(error.shape == h.shape, f"{name} has shape {error.shape}; h has {h.shape}")

@@ -200,7 +200,7 @@ def block_size_curves(
     """
     n, d, block_q, block_k, heads = counts(n=n, d=d, block_q=block_q, block_k=block_k, heads=heads)
     sram_elements = count("sram_elements", sram_elements, hint=" (elements, not bytes)")
-    require(algorithm in ALGORITHMS, f"{algorithm=} is none of {', '.join(ALGORITHMS)}")
+    require(algorithm in ALGORITHMS, f"{algorithm=} must be one of {', '.join(ALGORITHMS)}")
     chosen = ALGORITHMS[algorithm]
     tiles = {"block_q": min(block_q, n), "block_k": min(block_k, n)}
     # the places are fixed: a layout engine would take as long as everything else together

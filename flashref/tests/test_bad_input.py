@@ -218,6 +218,7 @@ ARGUMENTS = [  # argument, value, what the message shows beside the argument's n
     ("causal", np.ones(2, bool), ["array([ True, True])", "top-left"]),
     ("scale", NAN, ["nan"]),
     ("scale", INF, ["inf"]),
+    ("scale", 10**400, ["finite"]),
     ("scale", -INF, ["-inf"]),
     ("scale", "1", ["'1'"]),
     ("scale", 1j, ["1j"]),

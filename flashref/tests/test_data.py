@@ -67,7 +67,7 @@ def test_another_layer_is_refused_by_naming_those_that_exist(layer, error):
     with pytest.raises(error) as caught:
         real_qkv(layer)
     assert f"layer={layer!r}" in str(caught.value)
-    assert "stored are the layers [0, 1, 5]" in str(caught.value)
+    assert "the stored layers are [0, 1, 5]" in str(caught.value)
 
 
 def test_tokens_spell_the_paragraph():

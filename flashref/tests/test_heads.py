@@ -150,9 +150,8 @@ def test_callers_in_threads_leave_blas_as_it_was():
         assert leave.wait(10)
         _forward(*arrays)
 
-    options = heads.Options(None, False, None, None, None, None, None, 0.0, None, None)
     tiling = heads.Tiling(block_q=700, block_k=700)
-    call = (slow, q[:9], k, v, options, tiling, False)
+    call = (slow, q[:9], k, v, heads.Options(), tiling, False)
     first = threading.Thread(target=heads.forward, args=call)
     first.start()
     entered.wait(10)  # the first is inside, and the second comes and goes

@@ -104,9 +104,11 @@ def _numbers(text):
     """Return the numbers of a text such as "1, 2, 3, 10"."""
     words = text.replace("−", "-").replace(",", " ").split()
     require(words, "There are no scores; write some, as in 1, 2, 3, 10")
+    return np.array([_number(word) for word in words])
+
+
+def _number(word):
     try:
-        return np.array([float(word) for word in words])
+        return float(word)
     except ValueError:
-        raise ValueError(
-            f"{text!r} holds what is no number; write scores as in 1, 2, 3, 10"
-        ) from None
+        raise ValueError(f"{word!r} is not a number; write scores as in 1, 2, 3, 10") from None

@@ -58,7 +58,7 @@ def block_size_explorer(
         With the controls preset, algorithm, blocks, n, d, sram_elements, block_q and block_k.
     """
     n, d = count("n", n), count("d", d)
-    require(algorithm in ALGORITHMS, f"{algorithm=} is none of {', '.join(ALGORITHMS)}")
+    require(algorithm in ALGORITHMS, f"{algorithm=} must be one of {', '.join(ALGORITHMS)}")
     rule = io_model.block_sizes(sram_elements, d)
     mode = RULE if block_q is None and block_k is None else OWN
     start = dict(zip(("block_q", "block_k"), rule, strict=True))
@@ -140,8 +140,8 @@ def roofline_explorer(n=1024, d=64, dtype="fp16", machine="A100 40 GB"):
     """
     machines = {m.name: m for m in io_model.MACHINES}
     sizes = {"fp16": 2, "fp32": 4}
-    require(machine in machines, f"{machine=} is none of {', '.join(machines)}")
-    require(dtype in sizes, f"{dtype=} is none of {', '.join(sizes)}")
+    require(machine in machines, f"{machine=} must be one of {', '.join(machines)}")
+    require(dtype in sizes, f"{dtype=} must be one of {', '.join(sizes)}")
     controls = {
         "n": _choice("N (tokens)", LENGTHS, count("n", n)),
         "d": _choice("d (numbers per token)", WIDTHS, count("d", d)),

@@ -156,6 +156,14 @@ def test_the_default_points_are_the_everyday_ones():
     assert "ridge at 208 FLOPs per byte" in alt
 
 
+def test_a_machine_on_paper_has_a_roof_too():
+    paper = io_model.Machine("paper", 800.0, 100.0, 64, 1, "fp64")
+    picture = plots.roofline(paper, {"it": 2.0})
+    assert "ridge at 8 FLOPs per byte" in picture.alt and "1 it: 2, memory-bound" in picture.alt
+    title = picture.figure.axes[0].get_title("left")
+    assert title == "paper, fp64: 8e-10 TFLOP/s, 100 B/s"
+
+
 @pytest.mark.parametrize("points, message", [
     ({}, "points is empty"), ({"nothing": 0.0}, r"points\['nothing'\] is 0.0"),
     ({"a": np.nan}, r"points\['a'\]=nan must be a finite number"), ([1], r"points=\[1\] must be"),
@@ -186,3 +194,6 @@ def test_bars_are_multiples_of_the_shortest_and_words_tell_no_time():
     assert not any(character.isdigit() for character in picture.alt)
     other = plots.relative_times({"a": {"x": 1.0, "y": 9.5, "z": 2.0}, "b": {"w": 1.0}}, "size")
     assert other.alt == picture.alt  # or the stored notebook would be stale at every run
+    titled = plots.relative_times({"a": {"x": 1.0}}, title="On this machine")
+    assert titled.figure.get_suptitle() == "On this machine"
+    assert picture.figure.get_suptitle() == ""

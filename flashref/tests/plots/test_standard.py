@@ -288,7 +288,7 @@ def test_curve_draws_what_it_is_given_and_rings_the_least():
     (lambda: plots.gradient_graph(d=-1), "d=-1"),
     (lambda: plots.softmax_jacobian([2, -1]), "holds a negative number"),
     (lambda: plots.softmax_votes([0.5, 0.5], [np.nan, 1]), "dy=.* must hold finite numbers"),
-    (lambda: plots.difference_curve([1, 0.1], {c: [1, 1] for c in "abcd"}), "looks for 3"),
+    (lambda: plots.difference_curve([1, 0.1], {c: [1, 1] for c in "abcd"}), "give at most 3"),
     (lambda: plots.softmax_jacobian([0.5, 0.6]), "adds up to 1.1"),
     (lambda: plots.softmax_jacobian(np.full(9, 1 / 9)), r"shape \(9,\)"),
     (lambda: plots.softmax_votes([0.5, 0.5], [1, 2, 3]), r"dy has shape \(3,\)"),

@@ -322,6 +322,22 @@ def test_large_examples_become_heat_maps():
     assert maps == {("fa1", False): 3, ("fa1", True): 3, ("fa2", False): 5, ("fa2", True): 3}
 
 
+def test_a_heat_map_of_what_is_not_written_yet_is_hatched():
+    q, k, v, _ = arrays(24, 24, 4, 4)
+    look = {"algorithm": "fa2", "block_q": 4, "block_k": 4}
+    before, after = (plots.tile_steps(q, k, v, step=step, **look) for step in (0, 36))
+    hatched = tiles.SLOW | {"facecolor": tiles.PALE, "hatch": "////"}
+    assert boxes(before, hatched) and boxes(before, hatched) == boxes(after, hatched)
+    assert not before.figure.axes[0].images and after.figure.axes[0].images  # above the hatching
+
+
+def test_what_is_too_narrow_for_its_name_on_chip_has_none():
+    q, k, v, _ = arrays(24, 24, 64, 64)
+    shown = texts(plots.tile_steps(q, k, v, algorithm="fa2", block_q=1, block_k=24, step=1))
+    first = next(i for i, text in enumerate(shown) if text.startswith("On chip at this tile"))
+    assert shown[first + 1 : first + 5] == ["Q", "O", "K 1,536", "V 1,536"]  # neither m nor l nor S
+
+
 def test_words_tell_what_is_drawn():
     picture = plots.tile_steps(Q, K, V, sram_elements=40, step=3)
     assert picture.alt.startswith(

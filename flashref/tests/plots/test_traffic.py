@@ -150,7 +150,7 @@ def test_large_sizes_are_not_run_and_say_so():
 @pytest.mark.parametrize("values, message", [
     ({"n": 0}, "n=0"), ({"d": 0}, "d=0"), ({"sram_elements": 0}, "sram_elements=0"),
     ({"block_q": 0}, "block_q=0"), ({"block_k": -1}, "block_k=-1"),
-    ({"algorithm": "FA4"}, "algorithm='FA4' is none of FA1 forward, FA2 forward"),
+    ({"algorithm": "FA4"}, "algorithm='FA4' must be one of FA1 forward, FA2 forward"),
 ])  # fmt: skip
 def test_bad_input_is_one_sentence(values, message):
     with pytest.raises(ValueError, match=message):

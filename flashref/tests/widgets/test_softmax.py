@@ -99,12 +99,12 @@ def test_buttons_step_back_and_forth_and_stop_at_the_ends(stepper):
 
 
 @pytest.mark.parametrize("scores, sentence", [
-    ("1, two, 3", "holds what is no number; write scores as in 1, 2, 3, 10"),
+    ("1, two, 3", "'two' is not a number; write scores as in 1, 2, 3, 10"),
     ("", "There are no scores"),
     ("1, 2, 3", r"v has shape \(4, 2\); give one value vector per score: \(3, d_v\)"),
     ("1, 2, 3, inf", "x holds inf; give finite scores, or -inf"),
     ("1, 2, 3, nan", "x holds nan"),
-    ("<b>1</b>, 2", "holds what is no number"),
+    ("<b>1</b>, 2", "'<b>1</b>' is not a number"),
 ])  # fmt: skip
 def test_bad_scores_become_a_sentence_and_good_ones_recover(stepper, capsys, scores, sentence):
     set_to(stepper, scores=scores)

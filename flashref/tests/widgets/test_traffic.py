@@ -148,9 +148,9 @@ def test_a_size_that_is_no_step_of_a_slider_becomes_one():
 @pytest.mark.parametrize("call, message", [
     (lambda: widgets.block_size_explorer(n=0), "n=0"),
     (lambda: widgets.block_size_explorer(block_k=0), "block_k=0"),
-    (lambda: widgets.block_size_explorer(algorithm="FA3"), "algorithm='FA3' is none of FA1"),
-    (lambda: widgets.roofline_explorer(machine="abacus"), "machine='abacus' is none of T4"),
-    (lambda: widgets.roofline_explorer(dtype="int3"), "dtype='int3' is none of fp16, fp32"),
+    (lambda: widgets.block_size_explorer(algorithm="FA3"), "algorithm='FA3' must be one of FA1"),
+    (lambda: widgets.roofline_explorer(machine="abacus"), "machine='abacus' must be one of T4"),
+    (lambda: widgets.roofline_explorer(dtype="int3"), "dtype='int3' must be one of fp16, fp32"),
 ])  # fmt: skip
 def test_bad_arguments_are_one_sentence(call, message):
     with pytest.raises(ValueError, match=message):
