@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from flashref import plots
-from flashref.cuda import bench
+from flashref.cuda import results
 
 
 def flash1_beside_flash2():
@@ -31,8 +31,10 @@ FIGURES = {
     "tiling_flash2.png": functools.partial(plots.tiling, "fa2"),
     "flash3_timeline.png": plots.timeline_kinds,
     "traffic_by_block.png": plots.traffic_by_block,
-    "gpu_ladder.png": lambda: plots.ladder(bench.stored()),
-    "gpu_lengths.png": lambda: plots.gpu_lengths(bench.stored()),
+    "gpu_ladder.png": lambda: plots.ladder(results.stored()),
+    "gpu_lengths.png": lambda: plots.gpu_lengths(results.stored()),
+    "gpu_steps.png": lambda: plots.hopper_steps(results.stored()),
+    "gpu_timeline.png": lambda: plots.hopper_timeline(results.stored()),
 }
 
 

@@ -20,7 +20,9 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     """Return exact attention, computed on the GPU by one of the ladder's kernels.
 
     Nothing of size n_q × n_k is stored, except by `naive`. GPU arrays are read where they lie, on
-    the stream that is current in their library, and nothing here waits for the GPU.
+    the stream that is current in their library, and nothing here waits for the GPU, except where
+    something is new: a kernel, which is compiled, a block mask, or for hopper the place of an array
+    (its tensor maps are copied to the card).
 
     Parameters
     ----------
@@ -30,8 +32,8 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
         Numba, JAX). In main memory: what NumPy reads, copied over and back. 2-D (n, d) is one head;
         H_q is a multiple of H_kv. d and d_v are at most 128 (hopper: 256, naive: any). registers,
         tensor_core and hopper copy 16 bytes at a time: rows are contiguous, start at multiples of
-        16 bytes and are one long. A width between 16, 32, … (registers: 64, 128; hopper: 64, 128,
-        256) costs as much as the next. hopper's strides are above 0: no `broadcast_to`.
+        16 bytes and are one long. A width between 16, 32, … (registers: 32, 64, 128; hopper: 64,
+        128, 256) costs as much as the next. hopper's strides are above 0: no `broadcast_to`.
     scale : float, optional
         Factor of the scores; 1/√d if None.
     causal : bool or "top-left"
@@ -62,8 +64,8 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     -----
     In registers and tensor_core, a NaN or infinity in a row of v can reach a query that does not
     see it if another query of the same block does: there its weight is 0, and 0 times NaN is NaN.
-    naive and tiled skip what is not seen. In hopper it can also come from a row of the same tile of
-    keys as one that is seen there, if any query at all sees it.
+    naive and tiled skip what is not seen. In hopper, if any query at all sees the row, it can reach
+    every query whose block sees any row of the same tile of up to 128 keys.
     """
     from flashref.cuda import launch
 
@@ -83,7 +85,8 @@ def flash_attention_2_backward(
     do : array (..., H_q, n_q, d_v)
         Gradient of the loss with respect to o, of the dtype of q.
     q, k, v : arrays
-        As in `flash_attention_2`: float32 for tiled, float16 or bfloat16 for tensor_core.
+        As in `flash_attention_2`: float32 for tiled, float16 or bfloat16 for tensor_core; at most
+        128 columns.
     o, lse : arrays
         What the forward pass returned.
     scale, causal

@@ -28,7 +28,7 @@ from pathlib import Path
 import flashref
 from flashref.block_sparse import random_pattern
 from flashref.cuda.device import FallbackWarning
-from flashref.cuda.results import stored, table_title, tables  # noqa: F401 (lesson 12: bench.stored)
+from flashref.cuda.results import table_title, tables
 
 TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)

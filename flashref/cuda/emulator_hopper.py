@@ -374,11 +374,6 @@ class Block(emulator.Block):
         """Return a where the condition holds, else b."""
         return np.where(condition, a, b)[()]
 
-    def store_b32x4(self, address, a, b, c, d, guard):
-        """Store 16 bytes by every thread whose guard is not 0."""
-        for place, value in enumerate((a, b, c, d)):
-            self.store_b32(self.full(address, np.uint64) + np.uint64(4 * place), value, guard)
-
     def shfl_xor_sync(self, mask, x, lane):
         """Return what another lane of the same warp has."""
         return self.full(x)[THREAD ^ lane]

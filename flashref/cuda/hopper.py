@@ -24,29 +24,31 @@ has none.
 
 Each step can be switched off, in `Schedule`; `steps` has them in the order of the lesson.
 
-Nobody does what is of no use: a warpgroup that sees nothing of a tile of keys hands its buffers on,
-and its turn. A causal walk takes some heads at a time (`section_for`), so that their K and V are
-still in the cache when the next rows come.
+A warpgroup that sees nothing of a tile of keys hands on its buffers, and its turn (`pass_over`);
+one tile it always works on, so that the walk is the same for all. A causal walk takes some heads at
+a time (`section_for`), so that their K and V are still in the cache when the next rows come.
 
 What it costs, with up to 64, 128, 256 columns: 192, 128, 128 queries a block; 113, 193, 225 KiB of
 shared memory (two tiles of Q, or one of 256 columns; K and V of two tiles of 128, 128, 80 keys).
-Registers: those of the block are dealt out anew (`setmaxnreg`, see `REGISTERS`), 24 or 32 to a
-thread that copies, 160 with three warpgroups that multiply and 240 with two: (D + BC) / 2 for O and
-S, BC / 4 for P, the rest for everything else.
+Short sequences (`SHORT`) take 256 queries, 64 keys and 145 KiB with up to 64 columns, and 128, 64
+and 193 with up to 128. Registers: those of the block are dealt out anew (`setmaxnreg`, see
+`REGISTERS`), 24 or 32 to a thread that copies by TMA, 240, 160 or 112 to one of two, three or four
+warpgroups that multiply: (D + BC) / 2 for O and S, BC / 4 for P, the rest for everything else.
 What is bad about it: it is bound to one chip (sm_90a), and most of it is protocol. Each tile of
 queries starts with an S and a softmax, and ends with a P V, that have nothing of their own
 warpgroup beside them: a short sequence, above all a causal one, is mostly starts and ends, and
-wants smaller tiles (`SHORT`).
+wants tiles of fewer keys (`SHORT`).
 
 What is hard to see, coming from CUDA C++: an `if` on a constant (`TURNS`), or on an argument that
 every caller gives as one (`masked`), is decided at compile time; arrays like S are registers, since
 all their indices are constants once loops are unrolled; Numba makes uint32 ± uint32 a uint64, hence
-a cast around each; `selp(a, x, n) < n` is "a and x < n" in two instructions, where `and` would be
-a branch. As far as the compiler knows, what `wgmma` will bring is in S from the start, and only
-`wait_scores(S)` keeps its readers behind; each buffer has two barriers, at which both sides count
-rounds alone (see `hopper_tiles`). And what looks like taste is not always: with a predicate in
-place of the branch in `empty`, the compiler moves the arrival that gives K's buffer back down into
-the middle of the softmax, and the next K comes that much later.
+a cast around what is kept (arguments of PTX are cast anyway); `selp(a, x, n) < n` is "a and x < n"
+in two instructions, where `and` would be a branch. As far as the compiler knows, what `wgmma` will
+bring is in S from the start, and only `wait_scores(S)` keeps its readers behind; each buffer has
+two barriers, at which both sides count rounds alone (see `hopper_tiles`). And what looks like taste
+is not always: with a predicate in place of the branch in `empty`, the compiler moves the arrival
+that gives K's buffer back down into the middle of the softmax, and the next K comes that much
+later.
 """
 
 import functools
@@ -65,9 +67,11 @@ from flashref.cuda.tensor_core import LEAST_SCALE, LN_2, MASKED
 
 ALL = 0xFFFFFFFF  # lanes of a warp
 # Registers of a thread that copies, and of one that multiplies, by (tma, warpgroups that multiply).
-# A block starts with the same for all: 384 · 168 = 64,512, 512 · 128 = 65,536, 640 · 96 = 61,440.
-# So much there is to deal out, and each pair with TMA deals out all of it: 128 (24 + 2 · 240) =
-# 64,512, and so on. `inc` waits until `dec` has given enough: for one step (8) more, for ever
+# A block starts with the same for all, 65,536 / threads, rounded down to 8: 384 · 168 = 64,512,
+# 512 · 128 = 65,536, 640 · 96 = 61,440. So much there is to deal out, in steps of 8, and each pair
+# deals out all of it: 128 (24 + 2 · 240) = 64,512, and so on. Threads that copy keep what they
+# need, 24 with TMA (`setmaxnreg` knows no less), else 56, and what the steps leave over. `inc`
+# waits until `dec` has given enough: for one step more, for ever
 REGISTERS = {
     (True, 2): (24, 240), (True, 3): (32, 160), (True, 4): (32, 112),
     (False, 2): (56, 224), (False, 3): (56, 152), (False, 4): (64, 104),
@@ -164,9 +168,9 @@ def forward(run, q, k, v, o, lse, scale, offset):
 def section_for(rows, heads, blocks):
     """Return how many heads a causal walk takes at a time, each with so many tiles of queries.
 
-    Few enough that their K and V stay in the cache: as many as fill 2, 4, 6, or 8 turns of the
-    blocks (`tile_of`). Of these, the smallest number that leaves the busiest block hardly more to
-    do than any other, where tile i of a head takes i + 1 steps.
+    Few enough that their K and V stay in the cache: as many as fill 2, 4, 6, or 8 deals to all
+    blocks (`tile_of`). Of these, the smallest number whose busiest block has at most 2 % more to do
+    than with the best of them, where tile i of a head takes i + 1 steps.
     """
 
     def steps_of_blocks(here, turns):
@@ -202,7 +206,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     BR = 64 * WARPGROUPS
     OVERLAP = schedule.overlap
     QUERY_STAGES = schedule.query_stages
-    GIVES = schedule.give_registers and WARPGROUPS > 1  # of two warpgroups, both have enough
+    # one warpgroup that multiplies and one that copies have 255 each anyway
+    GIVES = schedule.give_registers and WARPGROUPS > 1
     TURNS = schedule.take_turns and OVERLAP and WARPGROUPS > 1  # one alone would only meet itself
     TURN_THREADS = 256  # of a turn's named barrier: 128 that wait for it, 128 that announce it
     O_TILES, D_STEPS, BC_STEPS = D // 8, D // 16, BC // 16
@@ -223,9 +228,9 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         take_registers = hx.set_registers(many, more=True)
     pack = ptx.pack_f16 if half == "float16" else ptx.pack_bf16
 
-    # Q_i, K_0, K_j, V_0 and V_j are descriptors: layout bits, and below them an address in units of
-    # 16 bytes, to which steps are added. A panel is what a tile has of 64 columns: lines of 128
-    # bytes. In BY_ROWS, 16 stands in a field without meaning
+    # Q_0, Q_i, K_0, K_j, V_0 and V_j are descriptors (0: of the first buffer): layout bits, and
+    # below them an address in units of 16 bytes, to which steps are added. A panel is what a tile
+    # has of 64 columns: lines of 128 bytes. In BY_ROWS, 16 stands in a field without meaning
     BY_ROWS, BY_COLUMNS = hx.descriptor_bits(16, 8 * LINE), hx.descriptor_bits(BC * LINE, 8 * LINE)
     Q_PANEL, K_PANEL = 64 * WARPGROUPS * LINE // 16, BC * LINE // 16
     V_STEP = 16 * LINE // 16  # 16 rows of V
@@ -358,7 +363,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         start_output(O, P, descriptor_at_stage(V_0, V_stage, TILE))
         give_turn(warpgroup)
         # from here to wait_output, P V is under way: it changes O and reads P. O is safe since the
-        # wait takes it along; that new P's get other registers meanwhile is up to ptxas alone
+        # wait takes it along. Nothing ties the conversions of `round_to` to it: ptxas may move them
+        # up, and must then leave P's registers alone; it knows what wgmma reads
         wait_only_scores(S)
         empty(shared + uint32(EMPTY_K) + uint32(8) * K_stage)
         if masked:
@@ -373,7 +379,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
     def pass_over(shared, stage, phase, warpgroup):
         """Hand on the buffers of a tile, unused, and the turn.
 
-        Not before they are full: until then, an arrival would count for the round before.
+        Not before they are full: until then, an arrival would count for the round before. K before
+        the turn: another may need the next K for its own, which with one stage waits for this one.
         """
         hx.wait(shared + uint32(FULL_K) + uint32(8) * stage, phase)
         empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
@@ -384,7 +391,10 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
 
     @inline
     def swapped(x, y, lane, distance):
-        """Return x and y when y has been swapped with the x of the lane `distance` further on."""
+        """Return x and y when y has been swapped with the x of the lane `distance` further on.
+
+        (For that lane: its x with the y of the lane before.)
+        """
         upper = (lane & distance) == distance
         got = uint32(cuda.shfl_xor_sync(ALL, int32(cuda.selp(upper, x, y)), distance))
         return cuda.selp(upper, got, x), cuda.selp(upper, y, got)
@@ -429,7 +439,7 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                 four[1], four[3] = swapped(four[1], four[3], t, 2)
                 c = tile * 8 + t * 8
                 inside = int32(cuda.selp(c < d_v, here, n_q) < n_q)
-                hx.store_b32x4(
+                ptx.store_b32x4(
                     to + uint64(tile * 16), four[0], four[1], four[2], four[3], inside
                 )  # fmt: skip
 
@@ -454,21 +464,21 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
         n_k = int32(k.shape[2])
         stage, phase = uint32(0), uint32(0)
         q_stage, q_phase = uint32(0), uint32(0)
-        more, first, h, b, turn = tile_of(uint32(0), q, section)
+        more, first, h, b, deal = tile_of(uint32(0), q, section)
         while more:
             j = key_tiles(first, BR, q, k, offset)
-            first = uint32(first + uint32(64) * warpgroup)  # row of this warpgroup
+            own_first = uint32(first + uint32(64) * warpgroup)  # row of this warpgroup
             # the end of the keys that all its rows see, and of those that each of this thread's
             # rows sees, minus its first column
-            full, limit0, limit1 = n_k, int32(n_k - column), int32(n_k - column)
+            all_see, limit0, limit1 = n_k, int32(n_k - column), int32(n_k - column)
             if HIDES:
-                first_end = int32(first) + 1 + offset  # of what its first row sees
-                full = first_end if first_end < n_k else n_k
+                first_end = int32(own_first) + 1 + offset  # of what its first row sees
+                all_see = first_end if first_end < n_k else n_k
                 end0 = int32(first_end + row)
                 limit0 = int32(cuda.selp(end0 < n_k, end0, n_k) - column)
                 end1 = int32(end0 + 8)
                 limit1 = int32(cuda.selp(end1 < n_k, end1, n_k) - column)
-            own = key_tiles(first, 64, q, k, offset)
+            own = key_tiles(own_first, 64, q, k, offset)
             while j > own:  # only other warpgroups see this tile
                 j = uint32(j - uint32(1))
                 pass_over(shared, stage, phase, warpgroup)
@@ -487,27 +497,27 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                 wait_scores(S)
                 empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                 start = int32(j * uint32(BC))
-                if start + BC > full:
+                if start + BC > all_see:
                     mask(S, limit0 - start, limit1 - start)
                 softmax(S, m, l, correction, scale2, HIDES)
                 round_to(P, S)
                 if HIDES:  # j is not decremented yet: j · BC is the end of the tile to come
-                    while j > uint32(0) and int32(j * uint32(BC)) > full:
+                    while j > uint32(0) and int32(j * uint32(BC)) > all_see:
                         j = uint32(j - uint32(1))
-                        before, phase_before = stage, phase
+                        last_stage, last_phase = stage, phase
                         stage, phase = next_buffer(stage, phase)
                         start = int32(j * uint32(BC))
                         overlapped_step(
                             S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, stage, phase,
-                            before, phase_before, warpgroup, True, limit0 - start, limit1 - start,
+                            last_stage, last_phase, warpgroup, True, limit0 - start, limit1 - start,
                         )  # fmt: skip
                 while j > uint32(0):
                     j = uint32(j - uint32(1))
-                    before, phase_before = stage, phase
+                    last_stage, last_phase = stage, phase
                     stage, phase = next_buffer(stage, phase)
                     overlapped_step(
                         S, P, O, m, l, correction, scale2, shared, Q_i, K_0, V_0, stage, phase,
-                        before, phase_before, warpgroup, False, limit0, limit1,
+                        last_stage, last_phase, warpgroup, False, limit0, limit1,
                     )  # fmt: skip
                 # and the last output has nothing (18, 19)
                 empty(shared + uint32(EMPTY_Q) + uint32(8) * q_stage)
@@ -524,7 +534,7 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                     wait_scores(S)
                     empty(shared + uint32(EMPTY_K) + uint32(8) * stage)
                     start = int32(j * uint32(BC))
-                    if start + BC > full:
+                    if start + BC > all_see:
                         mask(S, limit0 - start, limit1 - start)
                     softmax(S, m, l, correction, scale2, HIDES)
                     rescale(O, correction)
@@ -536,8 +546,8 @@ def forward_function(D, half, schedule, HIDES, NEGATIVE, inline):
                     stage, phase = next_buffer(stage, phase)
                 empty(shared + uint32(EMPTY_Q) + uint32(8) * q_stage)
             q_stage, q_phase = next_query(q_stage, q_phase)
-            store(O, m, l, o, lse, int32(first) + row, h, b, n_k, offset, scale2)
-            more, first, h, b, turn = tile_of(turn, q, section)
+            store(O, m, l, o, lse, int32(own_first) + row, h, b, n_k, offset, scale2)
+            more, first, h, b, deal = tile_of(deal, q, section)
 
     def hopper(maps, q, k, v, o, lse, scale2, offset, section):
         memory = ptx.shared_address(cuda.shared.array(0, uint32))

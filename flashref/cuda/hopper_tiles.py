@@ -29,7 +29,7 @@ SWIZZLE_BYTES = 1024  # bytes after which the swizzle repeats: tiles start at mu
 
 
 def shared_layout(D, schedule):
-    """Return where things lie in shared memory: Q, tiles of K and V, and barriers of 8 bytes.
+    """Return where things lie in shared memory: Q from 0 on, tiles of K and V, and barriers.
 
     A buffer is `full` when its bytes have arrived, `empty` when every warp has used them.
     """
@@ -57,40 +57,40 @@ def tile_functions(D, schedule, HIDES, inline):
 
     # -- which tiles: decided here alone ----------------------------------------------------------
     @inline
-    def tile_of(turn, q, section):
-        """Return this block's next tile of queries, from a turn on.
+    def tile_of(deal, q, section):
+        """Return this block's next tile of queries, from a deal on.
 
-        That is: is there one; its first row, head, and batch element; the turn after it. The heads
-        come in sections of so many. In a turn each block takes a tile of the section, every other
-        turn in the opposite order, which evens out work that differs; a section begins with an
-        even turn.
+        That is: is there one; its first row, head, and batch element; the deal after it. The heads
+        come in sections of so many. In a deal each block gets a tile of the section, every other
+        time in the opposite order, which evens out work that differs; a section begins with an even
+        deal.
         """
         blocks, block = uint32(cuda.gridDim.x), uint32(cuda.blockIdx.x)
         rows = uint32((uint32(q.shape[2]) + uint32(BR - 1)) // uint32(BR))
         heads, section = uint32(q.shape[1]), uint32(section)
         of_all = uint32(heads * uint32(q.shape[0]))
-        turns = uint32(2) * uint32(
+        deals = uint32(2) * uint32(
             uint32(section * rows + uint32(2) * blocks - uint32(1)) // uint32(uint32(2) * blocks)
         )
         searching = True
         before, tile, here = uint32(0), uint32(0), uint32(1)
         while searching:
-            before = uint32(uint32(turn // turns) * section)  # heads of sections that are over
+            before = uint32(uint32(deal // deals) * section)  # heads of sections that are over
             if before < of_all:
                 here = uint32(of_all - before) if of_all - before < section else section
-            tile = uint32(uint32(turn % turns) * blocks)
-            if turn & uint32(1):
+            tile = uint32(uint32(deal % deals) * blocks)
+            if deal & uint32(1):
                 tile = uint32(tile + blocks - uint32(1) - block)
             else:
                 tile = uint32(tile + block)
-            turn = uint32(turn + uint32(1))
+            deal = uint32(deal + uint32(1))
             searching = before < of_all and tile >= uint32(here * rows)
         if HIDES:  # long rows first, of all heads of the section
             row, head = uint32(rows - uint32(1) - tile // here), uint32(before + tile % here)
         else:  # head after head
             row, head = uint32(tile % rows), uint32(before + tile // rows)
         more = before < of_all
-        return more, uint32(row * uint32(BR)), uint32(head % heads), uint32(head // heads), turn
+        return more, uint32(row * uint32(BR)), uint32(head % heads), uint32(head // heads), deal
 
     @inline
     def key_tiles(first, count, q, k, offset):
@@ -148,7 +148,7 @@ def tile_functions(D, schedule, HIDES, inline):
         group = uint32(uint32(q.shape[1]) // uint32(k.shape[1]))
         stage, phase = uint32(0), uint32(1)  # all are empty: phase 1 is over
         q_stage, q_phase = uint32(0), uint32(1)
-        more, first, h, b, turn = tile_of(uint32(0), q, section)
+        more, first, h, b, deal = tile_of(uint32(0), q, section)
         while more:
             barrier = uint32(shared + q_stage * uint32(8))
             hx.wait(barrier + uint32(EMPTY_Q), q_phase)
@@ -166,7 +166,7 @@ def tile_functions(D, schedule, HIDES, inline):
                 hx.wait(barrier + uint32(EMPTY_V), phase)
                 load_keys(buffer + uint32(V), v_map, barrier + uint32(FULL_V), row, kv_head, b)
                 stage, phase = next_buffer(stage, phase)
-            more, first, h, b, turn = tile_of(turn, q, section)
+            more, first, h, b, deal = tile_of(deal, q, section)
 
     # -- cp.async: 128 threads --------------------------------------------------------------------
     def copier(ROWS):
@@ -209,7 +209,7 @@ def tile_functions(D, schedule, HIDES, inline):
         seen = int32(n_q + offset) if int32(n_q + offset) < n_k else n_k
         stage, phase = uint32(0), uint32(1)
         q_stage, q_phase = uint32(0), uint32(1)
-        more, first, h, b, turn = tile_of(uint32(0), q, section)
+        more, first, h, b, deal = tile_of(uint32(0), q, section)
         while more:
             barrier = uint32(shared + q_stage * uint32(8))
             hx.wait(barrier + uint32(EMPTY_Q), q_phase)
@@ -234,7 +234,7 @@ def tile_functions(D, schedule, HIDES, inline):
                 stage, phase = next_buffer(stage, phase)
             ptx.copy_wait()
             publish(under_way)
-            more, first, h, b, turn = tile_of(turn, q, section)
+            more, first, h, b, deal = tile_of(deal, q, section)
 
     return types.SimpleNamespace(
         tile_of=tile_of, key_tiles=key_tiles, next_query=next_query, next_buffer=next_buffer,

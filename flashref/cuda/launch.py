@@ -133,8 +133,9 @@ class Run:
         for n, most, axis in zip(grid, MAX_GRID, "xyz", strict=True):
             if n > most:
                 raise ValueError(
-                    f"the launch needs {n} blocks along {axis}, where CUDA allows {most}: heads "
-                    f"and batch are two of these axes; split the batch"
+                    f"the launch needs {n} blocks along {axis}, where CUDA allows {most}: of its "
+                    f"axes, two are heads and batch, and one tiles of rows (z, if causal); split "
+                    f"the batch, or the sequence"
                 )
         self.first_that_fits([kernel])
         launch = _compiled(kernel, self.device_id)

@@ -36,7 +36,7 @@ what `wgmma` reads. Where ptxas is not sure, it waits after each product, and sa
 (C7510 to C7514).
 """
 
-from flashref.cuda.ptx import I32, U32, U64, instruction, on_registers
+from flashref.cuda.ptx import U32, U64, instruction, on_registers
 
 DESCRIPTOR = 1 << 62  # 128-byte swizzle
 WGMMA_DTYPES = {"float16": "f16", "bfloat16": "bf16"}
@@ -121,15 +121,6 @@ fence_writes = instruction("fence.proxy.async.shared::cta;", touches_memory=True
 # -- the sixteen barriers of a block: number, threads that take part ------------------------------
 named_sync = instruction("bar.sync $0, $1;", [U32, U32], (), True)
 named_arrive = instruction("bar.arrive $0, $1;", [U32, U32], (), True)
-
-
-# store_b32x4(to, a, b, c, d, predicate): 16 bytes
-store_b32x4 = instruction(
-    "{ .reg .pred p; setp.ne.s32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-    [U64, U32, U32, U32, U32, I32],
-    (),
-    True,
-)
 
 
 # -- who I am -------------------------------------------------------------------------------------

@@ -16,16 +16,18 @@ each sum has one order, and equal calls give equal bits.
 
 A kernel before leaves L · log2 e and D = rowsum(dO ∘ O) side by side, so that one load brings what
 two scores need, and zeros where dQ will be added up; one after rounds dQ.
-dK and dV of 16 keys are D numbers a thread, and a tile of Sᵀ and dPᵀ comes on top: nearly all 255
-registers at D = 128. There a warp with rows of its own would read each fragment of Q and dO for one
+dK and dV of 16 keys are D numbers a thread, and a tile of Sᵀ and dPᵀ comes on top: all 255
+registers. At D = 128 a warp with rows of its own would read each fragment of Q and dO for one
 row tile only, and reading takes longest. So two warps share 32 keys: each computes P and dS for
 half of a tile's queries, and owns half the columns of dK and dV; what it needs of the other's P and
 dS, both write to shared memory. Then each fragment serves two row tiles.
 What it costs. Shared memory: K, V of the keys, Q, dO of this tile and of the next, dS, and P where
-warps share rows: 65 KiB at D = 64 and 161 at D = 128; the second of two passes 48 and 96. Device
-memory: 8 bytes for each query of each head, and in one pass 4 for each column of dQ (64 or 128).
+warps share rows: 65 KiB at D = 64 and 161 at D = 128; in two passes 49 and 161, then 48 and 96.
+Device memory: 8 bytes for each query of each head, and in one pass 4 more for each of its 64 or 128
+columns.
 What is bad about it: P and dS are rounded to halves before the products that sum them up; a dS
-beyond 65504 is infinite in float16. In one pass there are two barriers a tile, and a NaN in a row
+beyond 65504 is infinite in float16. In one pass there are two barriers a tile, as there are where
+warps share rows; widths between 64 and 128 cost dQ's product as much as 128; and a NaN in a row
 of K can reach all queries of a tile of which one sees any key of its block.
 """
 
@@ -194,7 +196,9 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, ADD_DQ, SPARSE, T
     """
     ROW = row_bytes(D)
     Q_WARPS = warps_along_rows(BR // 16, ROW // 32, WARPS)  # of dQ
-    divided = BC * SPLIT % (16 * WARPS) == BR % (16 * SPLIT) == 0
+    divided = BC * SPLIT % (16 * WARPS) == 0 and BR % (16 * SPLIT) == 0 and SPLIT in (1, 2)
+    if SPLIT > 1 or ADD_DQ:  # dS lies in a tile, where the swizzle wants rows of a power of two
+        divided = divided and BR in (16, 32, 64, 128)
     if not (divided and fits(D, WARPS, BC, BR) and BR <= 32 * WARPS and (Q_WARPS or not ADD_DQ)):
         raise ValueError(f"blocks of {BC} × {BR} do not fit {WARPS} warps at {D} columns")
     MT = BC * SPLIT // (16 * WARPS)  # 16-row tiles of a warp
@@ -227,12 +231,15 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, ADD_DQ, SPARSE, T
 
     @inline
     def first_query(e, since, begin, starts):
-        """Return the first query of tile e, a multiple of 16: so dQ is added up."""
+        """Return the first query of tile e, a multiple of 16: dQ's sums lie in fragments of 16."""
         return int32(starts[begin + e] if SPARSE else (since & -16) + e * BR)
 
     @inline
     def fetch(stage, q_head, q_stride, d, do_head, do_stride, d_v, n_head, start, since, n_q):
-        """Start copying Q, dO, L and D of a tile; zeros for queries before `since` or from n_q."""
+        """Start copying Q, dO, L and D of a tile; zeros from n_q on.
+
+        Before `since`, zeros of Q and dO alone: `hide` drops what L and D make of them.
+        """
         thread = int32(cuda.threadIdx.x)
         size = uint32(cuda.selp(start + thread < n_q, 8, 0))
         there = n_head + uint64((int64(start) + thread) * 8)
@@ -261,7 +268,7 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, ADD_DQ, SPARSE, T
     def hide(P, dS, ahead):
         """Put 0 where the query does not see the key, as it comes before key - offset.
 
-        ahead: what that is for the warp's first key, counted from its first query. Nobody needs to
+        Of the warp's queries c and keys r, c sees r from c = ahead + r on. Nobody needs to
         hide queries that are none: their dO is 0, so dP, D and dS are, and what P they have adds 0.
         """
         lane = int32(cuda.threadIdx.x) & 31
@@ -381,6 +388,7 @@ def keys_function(D, half, BC, BR, WARPS, IN_REGISTERS, SPLIT, ADD_DQ, SPARSE, T
                 load_rows(K, K_j, row, step)
                 load_rows(V, V_j, row, step)
         for n in range(int32(tiles * group)):  # line 7, for each head of the group
+            # of this tile, before `start` moves on to the next
             ahead = int32(first - offset - start)
             to = s_head + uint64(g * s_step + int64(start) * (2 * ROW))  # this tile's sums
             ptx.copy_wait()  # this tile is here, and all warps are done with the last one
@@ -451,7 +459,9 @@ def warps_along_rows(ROWS, PAIRS, WARPS):
     The others share its columns, PAIRS pairs of 8. A warp loads its rows of dS and its columns of
     K: the squarer its piece, the less it loads for each product.
     """
-    fitting = [n for n in (1, 2, 4, 8) if ROWS % n == 0 and WARPS % n == 0 == PAIRS * n % WARPS]
+    fitting = [
+        n for n in (1, 2, 4, 8) if ROWS % n == 0 and WARPS % n == 0 and PAIRS * n % WARPS == 0
+    ]
     return min(fitting, key=lambda n: ROWS // n + PAIRS * n // WARPS, default=0)
 
 

@@ -1,15 +1,19 @@
 """Lesson 12: the ladder of GPU kernels as measured, and where the threads of a warp read.
 
-The measured pictures are drawn from one run of `python -m flashref bench gpu`; the drawings of
-memory are counted in NumPy.
+The measured pictures are drawn from one run of `python -m flashref bench gpu`, and the timetable
+from what `python -m flashref.tests.cuda.timeline` has put into it; the drawings of memory are
+counted in NumPy.
 """
+
+import itertools
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
 
-from flashref import io_model
-from flashref.cuda import bench
+from flashref import flash3, io_model
+from flashref.cuda.results import table_title, tables
 from flashref.inputs import require
 from flashref.plots.picture import (
     BLUE,
@@ -26,6 +30,7 @@ from flashref.plots.picture import (
     page_figure,
     styled,
 )  # fmt: skip
+from flashref.plots.pipeline import LOOKS
 
 RUNGS = ("naive", "tiled", "registers", "tensor_core", "hopper")
 FP16 = "fp16 matrix product, 8192³, TFLOP/s"
@@ -44,17 +49,45 @@ LINES = {  # color, marker, whether dashed
     "PyTorch EFFICIENT": (GREEN, "x", True),
     "PyTorch MATH": (GREY, ".", True),
 }
+STEP = "hopper up to "
+STEPS = ("wgmma", "registers", "TMA", "overlap", "turns", "persistent")  # from there to hopper
+COLUMNS = [(d, causal) for d in (64, 128) for causal in (False, True)]  # of every fp16 table
+TASKS = {  # what a warpgroup does with a tile of keys: its lane, its look
+    "QK": ("products", LOOKS["QK"]),
+    "PV": ("products", {"facecolor": "#BFE5DA", "hatch": LOOKS["PV"]["hatch"], "linestyle": ":"}),
+    "softmax": ("softmax", LOOKS["softmax"]),
+    "correction": ("softmax", {"facecolor": "#FBF7C4", "hatch": ""}),
+    "wait": ("softmax", {"facecolor": "white", "hatch": "....", "edgecolor": GREY}),
+    "?": ("softmax", {"facecolor": "white", "edgecolor": GREY, "linestyle": ":"}),
+}
+TASK_NAMES = {
+    "QK": "$QK^T$, until noticed", "PV": "$PV$, until noticed", "softmax": "softmax",
+    "correction": "rescale $O$, round $P$", "wait": "waits for its turn",
+    "?": "a moment is lost",
+}  # fmt: skip
+ROUND = {  # from moment to moment through a tile of keys: what lies between, which comes next
+    "has its turn": ("QK", "has S"),
+    "has S": ("softmax", "asks for O"),
+    "asks for O": ("asks", "has O"),
+    "has O": ("correction", "asks for its turn"),
+    "asks for its turn": ("wait", "has its turn"),
+}
 BANKS, BANK_BYTES, LINE_BYTES, SECTOR_BYTES = 32, 4, 128, 32
 WARP = 32
 
 
 # -- measured -------------------------------------------------------------------------------------
+def _rows(results, title):
+    """Return kernel to length to run of a table, without the steps that lead to hopper."""
+    rows = tables(results).get(title, {})
+    return {name: row for name, row in rows.items() if not name.startswith(STEP)}
+
+
 def _runs(results, n, d, causal=False):
     """Return dtype to kernel to its forward run of this length."""
     found = {}
     for dtype in ("float32", "float16"):
-        title = bench.Setting(n, d, causal, dtype).title
-        table = bench.tables(results).get(title, {})
+        table = _rows(results, table_title(d, causal, dtype))
         found[dtype] = {name: row[n] for name, row in table.items() if n in row}
     return found
 
@@ -70,7 +103,7 @@ def ladder(results, n=8192):
     Parameters
     ----------
     results : dict
-        A run of `python -m flashref bench gpu`, such as `flashref.cuda.bench.stored()`.
+        A run of `python -m flashref bench gpu`, such as `flashref.cuda.results.stored()`.
     n : int
         The sequence length; forward passes that are not causal.
 
@@ -157,13 +190,11 @@ def gpu_lengths(results):
     lengths = sorted({run["n"] for run in results["runs"]})
     figure = page_figure(5.6, layout="constrained")
     grid, words, seen = figure.subplots(2, 4, sharey="row", sharex=True), [], []
-    tables = bench.tables(results)
     for row, dtype, peak in zip(grid, ("float16", "float32"), (FP16, FP32), strict=True):
-        settings = [(d, causal) for d in (64, 128) for causal in (False, True)]
-        for axes, (d, causal) in zip(row, settings, strict=True):
-            title = bench.Setting(0, d, causal, dtype).title
+        for axes, (d, causal) in zip(row, COLUMNS, strict=True):
+            title = table_title(d, causal, dtype)
             told = []
-            for name, by_n in tables.get(title, {}).items():
+            for name, by_n in _rows(results, title).items():
                 color, marker, dashed = LINES.get(name, (SKY, "*", True))
                 n = sorted(by_n)
                 speeds = [by_n[i]["tflops"] for i in n]
@@ -221,11 +252,17 @@ def rung_intensities(n=8192, d=64):
 
     Examples
     --------
-    >>> print({name: round(x, 1) for name, x in rung_intensities().items()})
-    {'naive': 9.1, 'tiled': 31.8, 'registers': 63.0, 'tensor_core': 126.0}
+    >>> for rung, intensity in rung_intensities().items():
+    ...     print(f"{rung} {intensity:.1f}")
+    naive 9.1
+    tiled 31.8
+    registers 63.0
+    tensor_core 126.0
+    hopper 186.1
     """
     flops = io_model.forward_flops(n, n, d, d)
     blocks = {"tiled": (64 if d <= 64 else 32, 4), "registers": (128, 4), "tensor_core": (128, 2)}
+    blocks["hopper"] = (192 if d <= 64 else 128, 2)
     found = {"naive": flops / (4 * (7 * n * n + 4 * n * d))}
     for rung, (rows, size) in blocks.items():
         loads, stores = io_model.fa2_traffic(n, n, d, d, block_q=rows, block_k=rows)
@@ -262,18 +299,19 @@ def gpu_roofline(results, n=8192, d=64):
         words.append(f"{name} reach {roof:g} TFLOP/s, from {roof / copy:.0f} FLOPs per byte on")
     axes.text(2.2, 19, f"device memory:\n{copy:g} TB/s", va="bottom", ha="left")
     for rung, intensity in rung_intensities(n, d).items():
-        dtype = "float16" if rung == "tensor_core" else "float32"
+        half = rung in ("tensor_core", "hopper")
+        dtype = "float16" if half else "float32"
         require(rung in runs[dtype], f"the run has no {rung} at {n=}, {d=}")
         speed = runs[dtype][rung]["tflops"]
-        roof = min(copy * intensity, fp16 if dtype == "float16" else fp32)
+        roof = min(copy * intensity, fp16 if half else fp32)
         color, marker, _ = LINES[rung]
         axes.vlines(intensity, speed, roof, color=GREY, linestyle=":", linewidth=1.3)
         axes.plot(intensity, speed, marker, color=color, markeredgecolor=INK, markersize=10)
-        share = f"{speed / roof:.0%}".replace("%", " %")
+        share = f"{speed / roof:.0%} of its roof".replace("%", " %")
         left = rung in ("naive", "tiled")  # the others would lie on a line there
         axes.text(
-            intensity * (0.92 if left else 1.09), speed,
-            f"{rung}: {speed:.3g}\n{share} of its roof",
+            intensity * (0.92 if left else 1.09), speed * (0.85 if half else 1),
+            f"{rung}: {speed:.3g}{', ' if half else chr(10)}{share}",
             ha="right" if left else "left", va="center", fontsize=9.5,
         )  # fmt: skip
         words.append(
@@ -289,6 +327,284 @@ def gpu_roofline(results, n=8192, d=64):
     axes.minorticks_off()
     axes.set_title(f"Forward, N = {n}, d = {d}, {_source(results)}")
     return Picture(figure, f"Roofline of an {_source(results)}, as measured. {'. '.join(words)}.")
+
+
+@styled
+def hopper_steps(results, n=8192):
+    """Draw what each step from `tensor_core` to `hopper` buys, and cuDNN below.
+
+    Parameters
+    ----------
+    results : dict
+        A run of `python -m flashref bench gpu --steps`.
+    n : int
+        The sequence length; forward passes in float16.
+
+    Returns
+    -------
+    picture : Picture
+        A panel for d = 64 and 128, all keys and causal: bars of TFLOP/s. A step has all those
+        above it; the dashed line is the large matrix product.
+
+    Raises
+    ------
+    ValueError
+        If the run has no steps at this length.
+    """
+    rows = {"tensor_core": "tensor_core"}
+    rows |= {f"{STEP}{step}": f"{'+ ' * (step != 'wgmma')}{step}" for step in STEPS}
+    rows |= {"PyTorch cuDNN": "cuDNN"}
+    roof = results["peaks"][FP16]
+    figure = page_figure(3.6, layout="constrained")
+    words = []
+    for axes, (d, causal) in zip(figure.subplots(1, 4, sharey=True), COLUMNS, strict=True):
+        table = tables(results).get(table_title(d, causal), {})
+        told = []
+        for y, name in enumerate(rows):
+            require(
+                n in table.get(name, {}),
+                f"the run has no {name!r} at {n=}, {d=}: bench gpu --steps does",
+            )
+            speed = table[name][n]["tflops"]
+            axes.barh(y, speed, 0.72, **(PEERS if name.startswith("PyTorch") else OURS))
+            back = {"fc": "white", "ec": "none", "pad": 0.8}
+            axes.text(12, y, f"{speed:.0f}", va="center_baseline", fontsize=9.5, bbox=back)
+            told.append(f"{rows[name].removeprefix('+ ')} {speed:.0f}")
+        axes.axvline(table["PyTorch cuDNN"][n]["tflops"], color=INK, linewidth=1, linestyle=":")
+        axes.axvline(roof, color=RED, linewidth=1.6, linestyle="--")
+        axes.set(xlim=(0, 1.08 * roof), ylim=(len(rows) - 0.4, -0.6), xlabel="TFLOP/s")
+        axes.set_title(f"d = {d}{', causal' * causal}")
+        axes.tick_params(axis="y", length=0)
+        words.append(f"d = {d}{', causal' * causal}: {', '.join(told)}")
+    axes.set_yticks(range(len(rows)), rows.values())
+    handles = [
+        Patch(label="this package, in Python", **OURS),
+        Line2D([], [], color=INK, linewidth=1, linestyle=":", label="as fast as cuDNN"),
+        Line2D([], [], color=RED, linestyle="--", label="large matrix product"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(
+        f"From tensor_core to hopper, each step with those above it; N = {n}, {_source(results)}",
+        x=0.01, ha="left",
+    )  # fmt: skip
+    head = f"TFLOP/s of forward passes at N = {n} on an {_source(results)}, step by step"
+    return Picture(figure, f"{head}; a large matrix product reached {roof:g}. {'. '.join(words)}.")
+
+
+class Measured(NamedTuple):
+    """One task of a warpgroup of `hopper`, in clocks of its multiprocessor."""
+
+    warpgroup: int  #: counted from 1
+    what: str  #: QK, PV, softmax, correction or wait
+    start: int
+    end: int
+
+
+def measured_tasks(timeline):
+    """Return who did what when, from the moments that a kernel with stopwatches noted.
+
+    A warpgroup has S, or O, when it notices: the product itself may have ended before. QK begins
+    with the turn, PV when S is there. Where a moment was lost, the time between its neighbours is
+    "?", and PV, if that was the one, is left out. What began before the first moment is left out.
+
+    Parameters
+    ----------
+    timeline : dict
+        One of `timelines` in a run: `kinds` of moments, and for each of the `warpgroups` a list of
+        (kind, clock).
+
+    Returns
+    -------
+    tasks : list of Measured
+
+    Examples
+    --------
+    >>> kinds = ["has its turn", "has S", "asks for O", "has O"]
+    >>> timeline = {"kinds": kinds, "warpgroups": [[(0, 0), (1, 60), (2, 200), (3, 210)]]}
+    >>> for _, what, start, end in measured_tasks(timeline):
+    ...     print(what, start, end)
+    QK 0 60
+    softmax 60 200
+    PV 60 210
+    """
+    tasks = []
+    for number, moments in enumerate(timeline["warpgroups"], 1):
+        named = [(timeline["kinds"][kind], clock) for kind, clock in moments]
+        bounds = [(moment, clock) for moment, clock in named if moment in ROUND]
+        has_S = None
+        for (moment, start), (after, end) in itertools.pairwise(bounds):
+            what, following = ROUND[moment]
+            if after != following:
+                what = "?"
+            if what != "asks":
+                tasks.append(Measured(number, what, start, end))
+            has_S = start if moment == "has S" else has_S
+            if after == "has O" and has_S is not None and what == "asks":
+                tasks.append(Measured(number, "PV", has_S, end))
+    return tasks
+
+
+def _drawn(timeline):
+    """Return all tasks, with what is known of those that the edges cut, or a lost moment ends.
+
+    QK is under way at the latest when products are started, and PV at least until O is asked for.
+    """
+    tasks = [task for task in measured_tasks(timeline) if task.what != "?"]
+    last = max(clock for moments in timeline["warpgroups"] for _, clock in moments)
+    before = {following: what for what, following in ROUND.values()}
+    for number, moments in enumerate(timeline["warpgroups"], 1):
+        named = [(timeline["kinds"][kind], clock) for kind, clock in moments]
+        started = [clock for moment, clock in named if moment not in ROUND]
+        bounds = [(moment, clock) for moment, clock in named if moment in ROUND]
+        (first, begin), (moment, end) = bounds[0], bounds[-1]
+        parts = [(before[first], 0, begin), (ROUND[moment][0], end, last)]
+        if first in ("asks for O", "has O"):
+            parts.append(("PV", 0, next(clock for name, clock in bounds if name == "has O")))
+        if moment in ("has S", "asks for O"):
+            parts.append(("PV", [clock for name, clock in bounds if name == "has S"][-1], last))
+        for (moment, start), (after, end) in itertools.pairwise(bounds):
+            if ROUND[moment][1] == after:
+                continue
+            known = min((clock for clock in started if start < clock < end), default=end)
+            parts.append(("?", start, known))
+            if after == "has S":
+                parts.append(("QK", known, end))
+            if moment == "asks for O":
+                has_S = max(clock for name, clock in bounds if name == "has S" and clock < start)
+                parts.append(("PV", has_S, start))
+        tasks += [Measured(number, *part) for part in parts if part[0] != "asks"]
+    return [task for task in tasks if task.end > task.start]
+
+
+@styled
+def hopper_timeline(results, d=128):
+    """Draw when the warpgroups of `hopper` did what, and lesson 11's simulated timetable below.
+
+    Parameters
+    ----------
+    results : dict
+        A run of `python -m flashref bench gpu` with timelines in it.
+    d : int
+        Columns of q, k and v.
+
+    Returns
+    -------
+    picture : Picture
+        Above, measured clocks; below, "ping-pong, two-stage" with all data there, drawn so that a
+        tile of keys is as wide as above.
+
+    Raises
+    ------
+    ValueError
+        If the run has no timeline for d.
+    """
+    found = {timeline["d"]: timeline for timeline in results.get("timelines", ())}
+    require(d in found, f"the run has no timeline for {d=}; it has {sorted(found)}")
+    timeline, tasks = found[d], _drawn(found[d])
+    clocks = clocks_per_tile(timeline)
+    figure = page_figure(3.9)
+    slower = f"{timeline['slower'] - 1:.0%}".replace("%", " %")
+    source = f"{_source(results)}, d = {d}, N = {timeline['n']}"
+    top = figure.add_axes((0.165, 0.655, 0.825, 0.265))
+    span = _draw_tasks(top, tasks, "warpgroup")
+    top.set_title(f"Measured: {source}; stopwatches make it {slower} slower", x=-0.19, fontsize=10)
+    top.set_xlabel("clocks", labelpad=1)
+    below = figure.add_axes((0.165, 0.205, 0.825, 0.265))
+    _draw_tasks(below, *_simulated(span / clocks))
+    title = "Simulated in lesson 11: QK, softmax and PV of 2 units each"
+    below.set_title(title, x=-0.19, fontsize=10)
+    below.set_xlabel("units of the simulation, from its second tile of keys on", labelpad=1)
+    drawn = {task.what for task in tasks}
+    handles = [
+        Patch(label=TASK_NAMES[what], **{"edgecolor": INK} | look)
+        for what, (_, look) in TASKS.items()
+        if what in drawn
+    ]
+    look = {"fontsize": 8.5, "columnspacing": 1, "handletextpad": 0.5}
+    figure.legend(handles=handles, loc="lower center", ncols=6, **look)
+    share = _means(timeline)
+    return Picture(
+        figure,
+        f"Two timetables. Above, {len(timeline['warpgroups'])} warpgroups of hopper on an "
+        f"{_source(results)}, d = {d}, N = {timeline['n']}, with stopwatches that make it {slower} "
+        f"slower: {clocks:.0f} clocks for each tile of keys. A warpgroup has S {share['QK']:.0f} "
+        f"clocks after its turn began, its softmax takes {share['softmax']:.0f}, it notices that "
+        f"PV is done {share['PV']:.0f} clocks after S, rescales O and rounds P for "
+        f"{share['correction']:.0f}, and waits {share['wait']:.0f} for its turn; while one takes "
+        f"its softmax, the other multiplies. Below, the simulation: the products of the two "
+        f"consumers follow each other without a gap, each softmax beside products of the other.",
+    )
+
+
+def clocks_per_tile(timeline):
+    """Return how many clocks a warpgroup takes for a tile of keys.
+
+    From a moment to the next of its kind; the median, since moments may be lost.
+
+    Parameters
+    ----------
+    timeline : dict
+        As in `measured_tasks`.
+
+    Returns
+    -------
+    clocks : float
+    """
+    gaps = [
+        np.diff([clock for kind, clock in moments if timeline["kinds"][kind] == moment])
+        for moments in timeline["warpgroups"]
+        for moment in ROUND
+    ]
+    return float(np.median(np.concatenate(gaps)))
+
+
+def _means(timeline):
+    """Return task to its clocks, on average."""
+    clocks = {what: [] for what in TASKS}
+    for task in measured_tasks(timeline):
+        clocks[task.what].append(task.end - task.start)
+    return {what: np.mean(found or [0]) for what, found in clocks.items()}
+
+
+def _simulated(tiles):
+    """Return what two consumers do with so many tiles of keys, the first left out; who; the span.
+
+    It is lesson 11's "ping-pong, two-stage" with all data there.
+    """
+    found = flash3.schedule("ping-pong, two-stage", blocks=2 + int(tiles), load=0, buffers=9)
+    turn = 2 * (2 + 2)  # QK and PV of two consumers
+    own = [task for task in found.intervals if task.what != "load"]
+    first = next(task.end for task in own if task.what == "PV") - (2 + 2)
+    moved = [
+        Measured(int(task.who[-1]), task.what, task.start - first, task.end - first) for task in own
+    ]
+    span = tiles * turn
+    seen = [task for task in moved if task.end > 0 and task.start < 0.99 * span]
+    return seen, "consumer", span
+
+
+def _draw_tasks(axes, tasks, who, span=None):
+    """Draw tasks as bars in lanes, products and softmax of each; return the length of the axis."""
+    span = span or max(task.end for task in tasks)
+    lanes = [
+        (n, part) for n in sorted({t.warpgroup for t in tasks}) for part in ("products", "softmax")
+    ]
+    for number, what, start, end in tasks:
+        part, look = TASKS[what]
+        if what == "PV" and who == "consumer":  # that one ends when it ends
+            look = LOOKS["PV"]
+        y, start, end = lanes.index((number, part)), max(start, 0), min(end, span)
+        axes.barh(y, end - start, 0.84, start, linewidth=0.8, **{"edgecolor": INK} | look)
+        if end - start > 0.04 * span and what in LOOKS:
+            back = {"facecolor": "white", "edgecolor": "none", "pad": 0.6, "alpha": 0.85}
+            look = {"ha": "center", "va": "center_baseline", "fontsize": 7.5, "bbox": back}
+            axes.text((start + end) / 2, y, what, **look)
+    axes.set(xlim=(0, span), ylim=(len(lanes) - 0.5, -0.5))
+    axes.set_yticks(range(len(lanes)), [f"{who} {n} {part}" for n, part in lanes], fontsize=8.5)
+    axes.tick_params(axis="y", length=0)
+    axes.tick_params(axis="x", labelsize=8.5)
+    axes.grid(axis="x", color=PALE, linewidth=0.8)
+    return span
 
 
 # -- who reads where ------------------------------------------------------------------------------

@@ -61,6 +61,12 @@ def _any(path, patterns):
     return any(path.match(pattern) for pattern in patterns)
 
 
+def skip_without_numba(notebook):
+    """Skip a test that runs a notebook of GPU kernels, where there is no Numba to compile them."""
+    if "from numba import" in notebook.read_text("utf-8"):
+        pytest.importorskip("numba", reason="the GPU kernels are Numba's")
+
+
 def fences(text, *languages):
     """Return (code, all that follows) for the fenced blocks of a Markdown text in a language."""
     blocks = re.finditer(r"(?ms)^```(\w+)[^\n]*\n(.*?)^```[ \t]*$", text)

@@ -7,7 +7,7 @@ import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from flashref.tests import notebooks
-from flashref.tests.conftest import checkout
+from flashref.tests.conftest import checkout, skip_without_numba
 
 TOP = checkout()
 ALL = sorted((TOP / "notebooks").glob("*.ipynb")) if TOP else []
@@ -20,6 +20,7 @@ def every(paths):
 
 @every(ALL)
 def test_prints_what_is_stored(path):
+    skip_without_numba(path)
     found = notebooks.check(path)
     assert not found, "\n".join([f"{path.name}: {notebooks.HOW_TO_STORE}", *found])
 

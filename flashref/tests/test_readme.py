@@ -125,26 +125,74 @@ def test_speeds_on_a_cpu_are_those_of_the_stored_run(readme, repository):
     assert said.groups() == (str(run["heads"]), *versions)
 
 
-def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
-    stored = stored_run(readme, repository, "flashref/cuda/results")
-    table = re.search(r"^\| fp16, tensor cores .*?\n\n", readme, re.M | re.S)[0]
-    columns = [(64, False), (64, True), (128, False), (128, True)]
-    rows = re.findall(r"^\| (?:`(\w+)`|(PyTorch \w+)).*?\| (.*) \|$", table, re.M)
-    assert len(rows) == 4
+COLUMNS = [(64, False), (64, True), (128, False), (128, True)]  # of both tables: d, causal
+
+
+def speeds_in(stored, table, direction):
+    """Return {(kernel, d, causal): TFLOP/s} of the run; each must stand so in the table."""
+    rows = re.findall(r"^\| (?:`(\w+)`(, deterministic)?|(PyTorch \w+)).*?\| (.*) \|$", table, re.M)
     speeds = {}
-    for ours, peer, cells in rows:
-        for (d, causal), cell in zip(columns, cells.split(" | "), strict=True):
-            where = dict(kernel=ours or peer, d=d, causal=causal, n=8192, dtype="float16")
-            where["pass"] = "forward"
+    for ours, more, peer, cells in rows:
+        for (d, causal), cell in zip(COLUMNS, cells.split(" | "), strict=True):
+            where = dict(kernel=ours + more or peer, d=d, causal=causal, n=8192, dtype="float16")
+            where["pass"] = direction
             (run,) = [r for r in stored["runs"] if where.items() <= r.items()]
             assert cell == f"{run['tflops']:.1f}", where
-            speeds[ours or peer, d, causal] = run["tflops"]
+            speeds[ours + more or peer, d, causal] = run["tflops"]
+    return speeds
+
+
+def ratios(a, b, speeds):
+    """Return the least and the largest speed of a over that of b."""
+    found = [speeds[a, *column] / speeds[b, *column] for column in COLUMNS]
+    return min(found), max(found)
+
+
+def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
+    stored = stored_run(readme, repository, "flashref/cuda/results")
+    speeds = {}
+    for direction, count in (("forward", 5), ("backward", 4)):
+        table = re.search(rf"^\| {direction}, fp16 .*?\n\n", readme, re.M | re.S)[0]
+        speeds[direction] = speeds_in(stored, table, direction)
+        assert len(speeds[direction]) == count * len(COLUMNS)
     version = stored["versions"]["PyTorch"].split("+")[0]
-    assert f"On an {stored['card'].split()[-1]}, in TFLOP/s" in readme
+    assert f"On an {stored['card'].split()[-1]}, in TFLOP/s: N = 8192, " in readme
     assert f"{bench.TOKENS:,} tokens in all, PyTorch {version} (" in readme
-    ratios = [speeds["PyTorch cuDNN", *x] / speeds["tensor_core", *x] for x in columns]
-    said = numbers("cuDNN is # to # times as fast as `tensor_core`", readme)
-    assert said == (f"{min(ratios):.1f}", f"{max(ratios):.1f}")
+
+    said = numbers("`hopper` is # to # times as fast as cuDNN, and at N = 512 # to # times", readme)
+    short = {
+        (run["kernel"], run["d"], run["causal"]): run["tflops"]
+        for run in stored["runs"]
+        if (run["n"], run["pass"], run["dtype"]) == (512, "forward", "float16")
+    }
+    pair = "hopper", "PyTorch cuDNN"
+    expected = *ratios(*pair, speeds["forward"]), *ratios(*pair, short)
+    assert said == tuple(f"{ratio:.2f}" for ratio in expected)
+    said = numbers("Backward, cuDNN is # to # times as fast as `tensor_core`", readme)
+    expected = ratios("PyTorch cuDNN", "tensor_core", speeds["backward"])
+    assert said == tuple(f"{ratio:.1f}" for ratio in expected)
+
+
+def test_what_is_said_about_tiles_and_long_heads_is_in_the_stored_run(readme, repository):
+    stored = stored_run(readme, repository, "flashref/cuda/results")
+    eighth = [run["speedup"] for run in stored["block_sparse"] if run["one_in"] == 8]
+    said = numbers("block-sparse attention is # to # times as fast as with all", readme)
+    assert said == (f"{min(eighth):.1f}", f"{max(eighth):.1f}")
+    long = stored["long"]
+    (n,) = {run["n"] for run in long}
+    more = {
+        direction: max(run["more_bytes"] for run in long if run["pass"] == direction) / 2**20
+        for direction in ("forward", "backward")
+    }
+    assert f"One head of N = {n:,}, whose S would take {2 * n * n / 2**30:.0f} GiB" in readme
+    said = numbers(
+        "needs # MiB beyond inputs and results forward, and at most # MiB backward", readme
+    )
+    assert said == (f"{more['forward']:.1f}", f"{more['backward']:.0f}")
+    costs = stored["call_us"]
+    assert min(costs["hopper"], costs["tensor_core"]) > 2 * costs["PyTorch"]  # "several times"
+    found = stored["checks"]["failures"] > 0
+    assert found == ("The checks of the stored run found two faults" in readme)
 
 
 def test_what_is_said_about_checks_is_so(readme):

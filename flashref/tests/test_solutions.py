@@ -7,7 +7,7 @@ import re
 import pytest
 
 from flashref.tests import notebooks
-from flashref.tests.conftest import checkout
+from flashref.tests.conftest import checkout, skip_without_numba
 
 TOP = checkout()
 LESSONS = sorted((TOP / "notebooks").glob("[0-9][0-9]_*.ipynb")) if TOP else []
@@ -68,6 +68,7 @@ def test_blank_exercises_say_so(path):
 
 @lessons
 def test_solved_lesson_runs_and_every_check_passes(path):
+    skip_without_numba(path)
     solved = solve(notebooks.read(path), solutions(path))
     notebooks.execute(solved, path.parent)
 
@@ -218,6 +219,7 @@ def test_wrong_solutions_are_caught(stem, healthy, broken):
     path = next((path for path in LESSONS if path.stem == stem), None)
     if path is None:
         pytest.skip("the notebooks are not here: this is an installed copy")
+    skip_without_numba(path)
     text = solutions(path)
     assert text.count(healthy) == 1, f"stale sabotage, not in the solutions once: {healthy}"
     solved = solve(notebooks.read(path), text.replace(healthy, broken))

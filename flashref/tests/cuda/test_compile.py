@@ -189,7 +189,10 @@ def test_hopper(name, tmp_path):
     assert complaints == []
     # what the threads of a block get alike; setmaxnreg moves them later
     used = int(re.search(r"Used (\d+) registers", said).group(1))
-    assert used <= {128: 255, 256: 255, 384: 168, 512: 128, 640: 96}[kernel.threads]
+    most = {128: 255, 256: 255, 384: 168, 512: 128, 640: 96}[kernel.threads]
+    assert used <= most
+    if "setmaxnreg" in ptx:  # what is dealt out is what there is: with less, `inc` would wait
+        assert used == most
     assert int(re.search(r"(\d+) bytes spill stores", said).group(1)) == 0
 
 

@@ -335,10 +335,10 @@ WAIT_ONLY = "hx.wait_products(1, N_S)"
         ("hopper", "step % 4 * 2", "step % 4", AssertionError),
         ("hopper", "2**32 - SWIZZLE_BYTES", "2**32 - 128", (AssertionError, Misuse)),
         # the algorithm
-        ("hopper", "first_end = int32(first) + 1 + offset", "first_end = int32(first) + offset",
+        ("hopper", "int32(own_first) + 1 + offset", "int32(own_first) + offset",
          AssertionError),
-        ("hopper", "if start + BC > full:", "if False:", AssertionError),
-        ("hopper", "int32(j * uint32(BC)) > full", "int32(j * uint32(BC)) > full + BC",
+        ("hopper", "if start + BC > all_see:", "if False:", AssertionError),
+        ("hopper", "int32(j * uint32(BC)) > all_see", "int32(j * uint32(BC)) > all_see + BC",
          AssertionError),
         ("hopper_tiles", "uint32(h // group)", "uint32(h % uint32(k.shape[1]))", AssertionError),
         ("hopper_tiles", "before + tile % here", "tile % here", AssertionError),
@@ -397,11 +397,11 @@ def test_all_tiles_are_walked_over_and_no_block_has_much_more_to_do(
         )
         monkeypatch.setattr(hopper_tiles, "cuda", place)
         tile_of = hopper_tiles.tile_functions(64, Schedule(1, 16), True, lambda f: f).tile_of
-        more, first, h, b, turn = tile_of(0, q, section)
+        more, first, h, b, deal = tile_of(0, q, section)
         while more:
             seen.add((first, h, b))
             steps[block] += first // 64 + 1
-            more, first, h, b, turn = tile_of(turn, q, section)
+            more, first, h, b, deal = tile_of(deal, q, section)
     assert len(seen) == rows * heads and sum(steps) == heads * rows * (rows + 1) // 2
     assert max(steps) <= max(1.08 * sum(steps) / blocks, rows)
     assert section * rows <= 8 * blocks  # few enough heads for the cache

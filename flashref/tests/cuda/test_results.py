@@ -1,6 +1,8 @@
 """The stored measurements: complete, and what is said about them follows from them."""
 
+import itertools
 import json
+import statistics
 import types
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 
 import flashref
 from flashref.cuda import bench
+
+gpu = pytest.importorskip("flashref.plots.gpu", reason="needs matplotlib")
 
 FILES = sorted((Path(flashref.__file__).parent / "cuda" / "results").glob("*.json"))
 
@@ -48,7 +52,8 @@ def test_answers_were_right(results):
     assert not checks["failures"] or checks["since"]  # what was done about them
     assert min(checks["cases"].values()) >= 100
     for kernel, error in checks["largest_relative_error"].items():
-        exact = 8e-3 if "bf16" in kernel else 1e-3 if "tensor_core" in kernel else 1e-5
+        half = kernel.startswith(("tensor_core", "hopper"))
+        exact = 8e-3 if "bf16" in kernel else 1e-3 if half else 1e-5
         assert error <= exact
     for run in results["runs"]:
         assert run["error"] <= (1e-3 if run["dtype"] == "float16" else 1e-5)
@@ -69,7 +74,7 @@ def test_the_report_shows_every_run(results):
 @pytest.mark.parametrize("d", [64, 128])
 def test_each_rung_is_faster_than_the_one_before(results, d):
     where = {"d": d, "causal": False, "n": 8192, "pass": "forward"}
-    rungs = ("naive", "tiled", "registers", "tensor_core")
+    rungs = ("naive", "tiled", "registers", "tensor_core", "hopper")
     speeds = [speed(results, rung, **where) for rung in rungs]
     assert speeds == sorted(speeds)
 
@@ -86,6 +91,127 @@ def test_tensor_core_is_as_fast_as_flash_attention_2_in_pytorch(results, d, caus
     where = {"d": d, "causal": causal, "n": 8192, "pass": "forward", "dtype": "float16"}
     ours = speed(results, "tensor_core", **where)
     assert ours >= speed(results, "PyTorch FLASH", **where)
+
+
+COLUMNS = list(itertools.product((64, 128), (False, True)))  # d, causal
+
+
+@pytest.mark.parametrize("d, causal", COLUMNS)
+@pytest.mark.parametrize("n", bench.LENGTHS)
+def test_hopper_is_as_fast_as_cudnn(results, n, d, causal):
+    """From N = 2048 on; below, at least 0.95 of it."""
+    where = {"d": d, "causal": causal, "n": n, "pass": "forward", "dtype": "float16"}
+    share = speed(results, "hopper", **where) / speed(results, "PyTorch cuDNN", **where)
+    assert share >= (1 if n >= 2048 else 0.95)
+
+
+@pytest.mark.parametrize("d, causal", COLUMNS)
+def test_every_step_to_hopper_was_measured(results, d, causal):
+    where = {"d": d, "causal": causal, "n": 8192, "pass": "forward", "dtype": "float16"}
+    steps = {step: speed(results, f"hopper up to {step}", **where) for step in gpu.STEPS}
+    assert steps["persistent"] == pytest.approx(speed(results, "hopper", **where), rel=0.05)
+    # what lesson 12 says of them: the first buys most, and all but two buy something everywhere
+    assert steps["wgmma"] > 1.35 * speed(results, "tensor_core", **where)
+    assert steps["registers"] < steps["TMA"] < steps["overlap"] < steps["persistent"]
+    assert abs(steps["turns"] / steps["overlap"] - 1) < 0.03
+    assert abs(steps["registers"] / steps["wgmma"] - 1) < 0.03
+
+
+@pytest.mark.parametrize("d, causal", COLUMNS)
+def test_the_backward_pass_keeps_up_with_flash_attention_2_in_pytorch(results, d, causal):
+    where = {"d": d, "causal": causal, "n": 8192, "pass": "backward", "dtype": "float16"}
+    flash = speed(results, "PyTorch FLASH", **where)
+    assert speed(results, "tensor_core", **where) >= 0.9 * flash
+    for n in bench.BACKWARD_LENGTHS:
+        where["n"] = n
+        one, two = (speed(results, f"tensor_core{x}", **where) for x in ("", ", deterministic"))
+        assert 5 / 7 < two / one < 1.05  # never worse than the products that it repeats
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_absent_tiles_cost_little(results, d, direction):
+    found = [run for run in results["block_sparse"] if (run["d"], run["pass"]) == (d, direction)]
+    by_share = {run["one_in"]: run for run in found}
+    assert list(by_share) == list(bench.SPARSE_SHARES)
+    for one_in, run in by_share.items():
+        assert run["n"] == 16384 and run["error"] <= 1e-3
+        ratio = run["dense_ms"] / statistics.median(run["ms"])
+        assert run["speedup"] == pytest.approx(ratio, rel=0.001)
+        assert run["speedup"] >= 0.8 * one_in
+
+
+def test_memory_of_a_long_head_grows_with_its_length(results):
+    """Beyond inputs and results: lse and D of each query, and one pass sums dQ in float32."""
+    passes = {(run["d"], run["pass"]) for run in results["long"]}
+    assert passes == set(itertools.product((64, 128), ("forward", "backward")))
+    assert {"hopper", "tensor_core"} <= {run["kernel"] for run in results["long"]}
+    for run in results["long"]:
+        n, d = run["n"], run["d"]
+        one_pass = run["pass"] == "backward" and "deterministic" not in run["kernel"]
+        assert n >= 2**17 and run["error"] <= 1e-3
+        assert run["input_bytes"] == (4 if run["pass"] == "backward" else 3) * 2 * n * d
+        most = 4 * n + (run["pass"] == "backward") * 8 * n + one_pass * 4 * n * d + 2**21
+        assert run["more_bytes"] <= most < 2 * n * n / 200  # S in halves
+
+
+def test_what_the_compiler_said(results):
+    """Hardly anything spills, and every rung is among the kernels."""
+    kernels = results["kernels"]
+    functions = {kernel["function"] for kernel in kernels}
+    assert {"tiled_forward", "register_tiles", "tensor_core", "hopper"} <= functions
+    assert {"backward_keys", "backward_queries", "tensor_core_sparse"} <= functions
+    for kernel in kernels:
+        assert 0 < kernel["registers"] <= 255 and 32 <= kernel["threads"] <= 1024
+        assert kernel["registers"] * kernel["threads"] <= 65536
+        assert 0 <= kernel["dynamic_shared_bytes"] <= 227 * 1024
+        assert 0 < kernel["seconds"] < 120
+        assert kernel["local_bytes"] <= 128, kernel
+
+
+def test_the_timetable_is_one_of_hopper(results):
+    pytest.importorskip("numba", reason="the GPU kernels are Numba's")
+    from flashref.cuda.hopper import Schedule
+
+    (timeline,) = results["timelines"]
+    assert (timeline["d"], timeline["n"], timeline["causal"]) == (128, 8192, False)
+    assert 1 < timeline["slower"] < 1.3
+    schedule = Schedule(**timeline["schedule"])
+    assert len(timeline["warpgroups"]) == schedule.warpgroups
+    clocks = gpu.clocks_per_tile(timeline)
+    # the products alone take 4096 FLOPs a clock, and the kernel reaches at least half of that
+    products = 2 * schedule.warpgroups * (2 * 64 * schedule.BC * 128) / 4096
+    assert products < clocks < 2 * products
+    lost = found = 0
+    for moments in timeline["warpgroups"]:
+        assert moments == sorted(moments, key=lambda moment: moment[1])
+        names = [timeline["kinds"][kind] for kind, _ in moments]
+        bounds = [name for name in names if name in gpu.ROUND]
+        assert bounds.count("has S") >= 4
+        for name, after in itertools.pairwise(bounds):
+            found += 1
+            while (name := gpu.ROUND[name][1]) != after:
+                lost += 1
+    assert lost < found / 4
+
+
+def test_everything_was_checked_on_the_card(results):
+    checks = results["checks"]
+    more = ("hopper", "hopper bf16", "hopper steps")
+    more += ("tensor_core block-sparse", "tensor_core block-sparse bf16")
+    assert set(checks["cases"]) == {"naive", "tiled", "registers", "tensor_core",
+                                    "tensor_core bf16", *more}  # fmt: skip
+    for kernel in checks["cases"]:
+        assert kernel in checks["largest_relative_error"]
+    for tool in ("memcheck", "racecheck"):
+        for kernel in ("tensor_core", "hopper"):
+            assert f"{tool}, {kernel}" in checks["compute_sanitizer"]
+
+
+def test_what_a_call_costs(results):
+    costs = results["call_us"]
+    assert {"tensor_core", "hopper", "PyTorch"} <= set(costs)
+    assert all(0 < cost < 1000 for cost in costs.values())
 
 
 def test_the_block_sparse_table():
