@@ -22,7 +22,8 @@ def flash_attention_2(q, k, v, *, scale=None, causal=False, return_lse=False, ke
     Nothing of size n_q × n_k is stored, except by `naive`. GPU arrays are read where they lie, on
     the stream that is current in their library, and nothing here waits for the GPU, except where
     something is new: a kernel, which is compiled, a block mask, or for hopper the place of an array
-    (its tensor maps are copied to the card).
+    (its tensor maps are copied to the card, and stay there as long as they are used now and then: a
+    CUDA graph that outlives a thousand other places of arrays must be captured again).
 
     Parameters
     ----------

@@ -110,6 +110,8 @@ def _from_capsule(capsule, x):
 def _from_interface(x):
     told = x.__cuda_array_interface__
     dtype, shape = np.dtype(told["typestr"]), tuple(told["shape"])
+    if not dtype.isnative:
+        raise TypeError(f"an array on the GPU has dtype {dtype.str}: its bytes are swapped")
     strides = told.get("strides") or contiguous_strides(shape, dtype.itemsize)
     return Described(told["data"][0] or 0, shape, tuple(strides), dtype.name, None, x)
 
@@ -137,11 +139,12 @@ def merged(name, shape, strides, axes):
 class HostArrays:
     """Arrays of main memory: copied to the GPU, and results back."""
 
-    stream = device = 0
+    stream, device = 0, None
 
     def describe(self, name, x):
         """Return the `Described` of an array, made contiguous."""
         x = np.ascontiguousarray(any_array(name, x))
+        x = x.astype(x.dtype.newbyteorder("="), copy=False)  # a card reads its own byte order
         return Described(0, x.shape, x.strides, x.dtype.name, None, x)
 
     def view(self, name, described, axes):
@@ -211,6 +214,7 @@ class TorchArrays(GpuArrays):
         """Return the `Described` of a tensor: asked directly, since its DLPack takes 30 µs."""
         if x.requires_grad:
             raise TypeError(f"{name} requires grad, and kernels know no autograd; detach it")
+        x = x.resolve_neg()  # a view whose numbers stand for their negatives: rare, and then a copy
         size = x.element_size()
         strides, dtype = tuple(size * s for s in x.stride()), str(x.dtype).removeprefix("torch.")
         return Described(x.data_ptr(), tuple(x.shape), strides, dtype, self.device, x)
@@ -228,11 +232,13 @@ class CupyArrays(GpuArrays):
         import cupy
 
         self.cupy, self.device = cupy, device
-        self.stream = cupy.cuda.get_current_stream().ptr
+        with cupy.cuda.Device(device):
+            self.stream = cupy.cuda.get_current_stream().ptr
 
     def empty(self, shape, dtype):
         """Return a new CuPy array."""
-        return self.cupy.empty(shape, dtype)
+        with self.cupy.cuda.Device(self.device):
+            return self.cupy.empty(shape, dtype)
 
 
 def library_of(named):

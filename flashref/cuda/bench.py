@@ -163,7 +163,8 @@ def measure(todo, rounds, flex=False, steps=False):
         "how": (
             f"Bursts of {1e3 * BURST:g} ms between pauses of {1e3 * PAUSE:g} ms, kernels in random "
             f"order, {rounds} rounds; tflops is of the median of ms. What takes less than "
-            f"{1e3 * CAPTURED:g} ms is replayed as a CUDA graph: no host's cost is in it."
+            f"{1e3 * CAPTURED:g} ms is replayed as a CUDA graph, with no host's cost in it, if a "
+            f"replay gives the same bits."
         ),
         "clock_and_power": {"before": before, "after": clock_and_power()},
         "peaks": peaks,

@@ -10,6 +10,8 @@ import functools
 
 import numpy as np
 
+from flashref.inputs import any_array
+
 TILE = 64  # each kernel has blocks whose sides divide it
 
 
@@ -25,7 +27,7 @@ class BlockMask:
                     f"{name}={block} must be a multiple of {TILE}: the kernels' tiles have so many "
                     f"rows, or a fraction of it"
                 )
-        mask = np.asarray(mask)
+        mask = any_array("block_mask", mask)
         if mask.dtype != bool:
             raise TypeError(f"block_mask has dtype {mask.dtype}; it must be bool, True = there")
         shape = -(-n_q // block_q), -(-n_k // block_k)

@@ -329,6 +329,9 @@ class _Call:
             if name in named and self.of[name].shape != shape:
                 raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
         self.tiles = None if mask is None else BlockMask(*mask, self.n_q, self.n_k)
+        if not device.simulated() and self.library.device is not None:
+            if _current().id != self.library.device:
+                cuda.select_device(self.library.device)  # its primary context: libraries share it
         on_card = _card_objection if not device.simulated() else lambda rung: None
         self.rung = _choose_rung(kernel, rungs, self.of, on_card)
         if device.simulated() and self.rung in WITH_PTX:
@@ -336,9 +339,6 @@ class _Call:
                 f"Numba's simulator knows no PTX, so it cannot run {self.rung}: give float32 for "
                 f"the other rungs, or see flashref.cuda.emulator"
             )
-        if not device.simulated():
-            if self.library.device and _current().id != self.library.device:
-                cuda.select_device(self.library.device)  # its primary context: libraries share it
 
     def run_backward(self, deterministic, blocks=None):
         """Return dq, dk, dv."""

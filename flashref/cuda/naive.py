@@ -2,7 +2,7 @@
 
 What it does: three kernels, as three lines of Algorithm 0. `scores` gives every S_ij to a thread,
 `softmax` every row, `product` every O_ic.
-What it costs: no shared memory, at most 40 registers a thread, and n_q · n_k floats of memory
+What it costs: no shared memory, at most 48 registers a thread, and n_q · n_k floats of memory
 for each head, which is written once and read and rewritten by each of the following kernels.
 What is bad about it: S makes seven trips through device memory, where Q, K, V and O together need
 4 N d; and a product of two rows loads two numbers for each multiply-add. Neighbouring threads of

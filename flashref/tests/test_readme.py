@@ -176,7 +176,7 @@ def test_speeds_on_a_gpu_are_those_of_the_stored_run(readme, repository):
 def test_what_is_said_about_tiles_and_long_heads_is_in_the_stored_run(readme, repository):
     stored = stored_run(readme, repository, "flashref/cuda/results")
     eighth = [run["speedup"] for run in stored["block_sparse"] if run["one_in"] == 8]
-    said = numbers("block-sparse attention is # to # times as fast as with all", readme)
+    said = numbers("block-sparse attention is # to # times as fast as the dense kernel", readme)
     assert said == (f"{min(eighth):.1f}", f"{max(eighth):.1f}")
     long = stored["long"]
     (n,) = {run["n"] for run in long}
@@ -190,7 +190,7 @@ def test_what_is_said_about_tiles_and_long_heads_is_in_the_stored_run(readme, re
     )
     assert said == (f"{more['forward']:.1f}", f"{more['backward']:.0f}")
     costs = stored["call_us"]
-    assert min(costs["hopper"], costs["tensor_core"]) > 2 * costs["PyTorch"]  # "several times"
+    assert min(costs["hopper"], costs["tensor_core"]) > 7 * costs["PyTorch"]  # "about ten times"
     found = stored["checks"]["failures"] > 0
     assert found == ("The checks of the stored run found two faults" in readme)
 

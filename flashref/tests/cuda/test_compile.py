@@ -66,6 +66,13 @@ KERNELS = {
     "one pass bfloat16": KEYS(32, "bfloat16", *BLOCKS["one pass"][64][2], 4),
     "one pass 64, tail": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4, tail=True),
     "one pass 128, tail": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4, tail=True),
+    "one pass bfloat16, tail": KEYS(128, "bfloat16", *BLOCKS["one pass"][128][0], 4, tail=True),
+    "one pass 64, tail, one float": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 1, tail=True),
+    "one pass 128, tail, one float": KEYS(
+        128, "float16", *BLOCKS["one pass"][128][0], 1, tail=True
+    ),
+    "one pass sparse 64, tail": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4, True, True),
+    "one pass sparse 128, tail": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4, True, True),
     "one pass sparse 64": KEYS(64, "float16", *BLOCKS["one pass"][64][0], 4, True),
     "one pass sparse 128": KEYS(128, "float16", *BLOCKS["one pass"][128][0], 4, True),
     "rounding 64": ROUNDING(64, "float16", 4),
@@ -96,13 +103,8 @@ HOPPER = {
 }
 SERIALISED = "hopper 256 float16 wgmma"  # a step that shows what setmaxnreg is for
 SPILLING = {"tensor_core 128", "sparse 128"}  # the first measured fastest so
-SPILLING |= {
-    "one pass 64, tail",
-    "one pass 128, tail",
-    "one pass sparse 64",
-    "keys 128",
-    "queries sparse 128",
-}
+SPILLING |= {"one pass sparse 64", "keys 128", "queries sparse 128"}
+SPILLING |= {name for name in KERNELS if "tail" in name}
 NO_SPILLS = {(9, 0): set(KERNELS) - SPILLING}
 ON_CARDS = [  # four floats are added to memory at once by 9.0, and one by what is older
     (name, card)

@@ -244,3 +244,22 @@ def test_the_cuda_array_interface_is_read_without_a_copy():
     interface = dict(data=(4096, False), shape=(2, 8), typestr="<f4", version=3)
     told = arrays._from_interface(types.SimpleNamespace(__cuda_array_interface__=interface))
     assert (told.pointer, told.strides, told.dtype) == (4096, (32, 4), "float32")
+
+
+def test_numbers_with_swapped_bytes_are_read_as_what_they_are():
+    swapped = np.arange(6, dtype=">f4").reshape(2, 3)
+    described = arrays.HostArrays().describe("q", swapped)
+    assert described.owner.dtype.isnative and described.dtype == "float32"
+    np.testing.assert_array_equal(described.owner, swapped)
+    told = {"typestr": ">f4", "shape": (2, 3), "data": (4096, False), "version": 3}
+    on_gpu = types.SimpleNamespace(__cuda_array_interface__=told)
+    with pytest.raises(TypeError, match=r"dtype >f4: its bytes are swapped"):
+        arrays.GpuArrays(0).describe("q", on_gpu)
+
+
+def test_a_masked_block_mask_is_refused():
+    from flashref.cuda.block_mask import BlockMask
+
+    mask = np.ma.masked_array(np.ones((1, 1), bool), mask=True)
+    with pytest.raises(TypeError, match="block_mask is a masked array"):
+        BlockMask(mask, 64, 64, 10, 10)

@@ -87,6 +87,21 @@ def test_a_card_that_is_too_old_for_both(monkeypatch):
                 flashref.cuda.flash_attention_2(x, x, x, kernel=kernel)
 
 
+def test_arrays_on_the_first_card_are_used_there(monkeypatch):
+    """Its number is 0, and another is current: the rung is chosen for the arrays' own card."""
+    current = types.SimpleNamespace(id=1, compute_capability=(8, 0))
+    first = types.SimpleNamespace(id=0, compute_capability=(9, 0))
+    cards, selected = {0: first, 1: current}, [1]
+    monkeypatch.setattr(launch, "_current", lambda: cards[selected[-1]])
+    monkeypatch.setattr(launch.cuda, "select_device", selected.append)
+    monkeypatch.setattr(device, "has_numba_cuda", lambda: True)
+    library = types.SimpleNamespace(device=0, describe=lambda name, x: told(2, 70, 64))
+    monkeypatch.setattr(arrays, "library_of", lambda named: library)
+    named = dict.fromkeys("qkv", np.ones((2, 70, 64), np.float16))
+    call = launch._Call(named, None, False, "auto", tuple(launch.RUNGS))
+    assert selected == [1, 0] and call.rung == "hopper"
+
+
 @pytest.mark.skipif(STATUS.usable, reason="this machine has a GPU")
 def test_without_a_card_one_sentence():
     x = np.ones((70, 64), np.float16)
