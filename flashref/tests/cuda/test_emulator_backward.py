@@ -437,7 +437,15 @@ def test_d_of_wide_heads_needs_sixteen_lanes(monkeypatch):
 
 @pytest.mark.parametrize(
     "keys",
-    [(32, 16, 2, True, 1), (64, 64, 4, False, 3), (64, 16, 4, False, 2), (128, 16, 16, False, 1)],
+    [
+        (32, 16, 2, True, 1),
+        (64, 64, 4, False, 3),
+        (64, 16, 4, False, 2),
+        (128, 16, 16, False, 1),
+        (64, 96, 4, False, 1),
+        (64, 96, 4, False, 2),
+        (64, 64, 4, False, 4),  # wrong numbers, once
+    ],
 )
 def test_blocks_that_do_not_fit_the_warps_are_refused(keys):
     with pytest.raises(ValueError, match=f"do not fit {keys[2]} warps at 128 columns"):

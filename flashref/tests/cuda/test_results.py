@@ -57,10 +57,10 @@ def test_answers_were_right_or_what_was_not_is_told(results):
         assert error <= exact
     for run in results["runs"]:
         assert run["error"] <= (1e-3 if run["dtype"] == "float16" else 1e-5)
-    assert all(
-        said.startswith("0 errors") or said.startswith("0 hazards")
-        for said in checks["compute_sanitizer"].values()
-    )
+    for said in checks["compute_sanitizer"].values():
+        assert said.startswith(("0 errors", "0 hazards"))
+        # not 0: of the few cases that ran under it, one failed as others did
+        assert "(exit code 0)" in said or "exit code 1" in checks["since"]
 
 
 def test_the_report_shows_every_run(results):
