@@ -197,7 +197,7 @@ def test_causal_skips_what_nobody_sees():
 @pytest.mark.parametrize("take_turns", [True, False])
 @pytest.mark.parametrize("n_q, n_k, causal, tiles", [(192, 192, True, 6), (70, 192, False, 7)])
 def test_a_warpgroup_passes_over_what_it_does_not_see(n_q, n_k, causal, tiles, take_turns):
-    """Of 3 tiles of keys, causal, three warpgroups see 1, 2, 3; without queries, one is worked on."""
+    """Causal, three warpgroups see 1, 2, 3 of 3 tiles; one without queries works on one."""
     schedule = Schedule(3, 64, take_turns=take_turns)
     error, _, counts = case(n_q, n_k, heads=(1, 1), schedule=schedule, causal=causal)
     assert error <= 1e-3 and counts["wgmma"] == tiles * (64 // 16 + 64 // 16)
