@@ -50,16 +50,6 @@ class View:
     owner: Any
 
     @property
-    def size(self):
-        """Return the number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self):
-        """Return the bytes of an element."""
-        return int(self.typestr[2:])
-
-    @property
     def __cuda_array_interface__(self):
         """Say the same to Numba, where it launches the kernel itself."""
         return {
@@ -83,11 +73,12 @@ class _DLTensor(ctypes.Structure):
     ]
 
 
-def on_gpu(x):
-    """Return whether x is an array in GPU memory."""
+def _place(x):
+    """Return whether x is an array in GPU memory, and on which GPU; None if it does not say."""
     if hasattr(x, "__dlpack_device__"):
-        return x.__dlpack_device__()[0] in _GPU
-    return hasattr(x, "__cuda_array_interface__")
+        kind, number = x.__dlpack_device__()
+        return kind in _GPU, number
+    return hasattr(x, "__cuda_array_interface__"), None
 
 
 def _from_capsule(capsule, x):
@@ -123,6 +114,8 @@ def contiguous_strides(shape, itemsize):
 
 def merged(name, shape, strides, axes):
     """Return shape and strides with `axes` axes: the first of them stands for all batch axes."""
+    if len(shape) == axes:
+        return shape, strides
     shape, strides = (1,) * (axes - len(shape)) + shape, (0,) * (axes - len(strides)) + strides
     split = len(shape) - axes + 1
     batch = [(n, s) for n, s in zip(shape[:split], strides[:split], strict=True) if n != 1]
@@ -243,15 +236,14 @@ class CupyArrays(GpuArrays):
 
 def library_of(named):
     """Return how to handle the named arrays; refuse those that lie apart."""
-    gpu = {name: on_gpu(x) for name, x in named.items()}
-    if not any(gpu.values()):
+    places = {name: _place(x) for name, x in named.items()}
+    on_gpu = {name: place[0] for name, place in places.items()}
+    if not any(on_gpu.values()):
         return HostArrays()
-    if not all(gpu.values()):
-        where = ", ".join(f"{n} {'on a GPU' if g else 'in main memory'}" for n, g in gpu.items())
+    if not all(on_gpu.values()):
+        where = ", ".join(f"{n} {'on a GPU' if g else 'in main memory'}" for n, g in on_gpu.items())
         raise ValueError(f"the arrays lie apart: {where}; bring them together")
-    devices = {
-        name: x.__dlpack_device__()[1] for name, x in named.items() if hasattr(x, "__dlpack__")
-    }
+    devices = {name: place[1] for name, place in places.items() if place[1] is not None}
     if len(set(devices.values())) > 1:
         where = ", ".join(f"{name} on {number}" for name, number in devices.items())
         raise ValueError(f"the arrays lie on different GPUs: {where}; bring them to one")

@@ -186,8 +186,8 @@ class _ByNumba:
 class _ByDriver:
     """Launches a kernel by one call of the driver: by way of Numba it takes 20 times as long.
 
-    A kernel of Numba's takes an array as 5 + 2 ndim numbers: its memory's owner and its parent,
-    which a kernel never uses, its size and item size, where it is, its shape and its strides.
+    A kernel of Numba's takes an array as 5 + 2 ndim numbers: its memory's owner, its parent, its
+    size and its item size, of which these kernels use none; where it is, its shape, its strides.
     """
 
     def __init__(self, compiled, kernel):
@@ -216,8 +216,7 @@ class _ByDriver:
             if isinstance(x, int | float):
                 numbers.append(x)
             else:
-                itemsize = x.itemsize if isinstance(x, View) else x.dtype.itemsize
-                numbers += (0, 0, x.size, itemsize, _address(x), *x.shape, *x.strides)
+                numbers += (0, 0, 0, 0, _address(x), *x.shape, *x.strides)
         packed = ctypes.create_string_buffer(self.places.pack(*numbers), self.places.size)
         first = ctypes.addressof(packed)
         pointers = self.pointers(*range(first, first + self.places.size, 8))
@@ -249,11 +248,8 @@ def _current():
     return cuda.get_current_device()
 
 
-def _limits():
-    """Return what the current card can do, as fields of a Run."""
-    if device.simulated():
-        return {"shared_limit": 2**31}
-    gpu = _current()
+def _limits(gpu):
+    """Return what a card can do, as fields of a Run."""
     return {
         "device_id": gpu.id, "shared_limit": device.shared_limit(gpu),
         "multiprocessors": gpu.MULTIPROCESSOR_COUNT, "capability": tuple(gpu.compute_capability),
@@ -329,16 +325,40 @@ class _Call:
             if name in named and self.of[name].shape != shape:
                 raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
         self.tiles = None if mask is None else BlockMask(*mask, self.n_q, self.n_k)
-        if not device.simulated() and self.library.device is not None:
-            if _current().id != self.library.device:
-                cuda.select_device(self.library.device)  # its primary context: libraries share it
-        on_card = _card_objection if not device.simulated() else lambda rung: None
-        self.rung = _choose_rung(kernel, rungs, self.of, on_card)
-        if device.simulated() and self.rung in WITH_PTX:
+        self.simulated = device.simulated()
+        self.rung = _choose_rung(kernel, rungs, self.of, self.card_objection)
+        if self.simulated and self.rung in WITH_PTX:
             raise GpuError(
                 f"Numba's simulator knows no PTX, so it cannot run {self.rung}: give float32 for "
                 f"the other rungs, or see flashref.cuda.emulator"
             )
+
+    @functools.cached_property
+    def gpu(self):
+        """The card on which the arrays lie, made the current one; Numba is asked once a call."""
+        gpu, asked = _current(), self.library.device
+        if asked is None or asked == gpu.id:
+            return gpu
+        cuda.select_device(asked)  # its primary context: libraries share it
+        return _current()
+
+    def card_objection(self, rung):
+        """Return why the card cannot run a rung, or None; raise if this machine can run none."""
+        if self.simulated:
+            return None
+        try:
+            capability = tuple(self.gpu.compute_capability)
+        except Exception as error:
+            raise GpuError(device.explain(error)) from error
+        least, only = RUNGS[rung].capability, RUNGS[rung].only
+        if capability < least or (only and capability != least):
+            return (
+                f"needs {'exactly ' * only}compute capability {least[0]}.{least[1]}; this card has "
+                f"{capability[0]}.{capability[1]}"
+            )
+        if rung in WITH_PTX and not device.has_numba_cuda():
+            raise GpuError(f"kernel={rung!r} needs numba-cuda: pip install 'flashref[gpu]'")
+        return None
 
     def run_backward(self, deterministic, blocks=None):
         """Return dq, dk, dv."""
@@ -361,9 +381,10 @@ class _Call:
             ]
             offset = {True: self.n_k - self.n_q, "top-left": 0, False: self.n_k}[self.causal]
             rung = importlib.import_module(f"flashref.cuda.{self.rung}")
+            limits = {"shared_limit": 2**31} if self.simulated else _limits(self.gpu)
             run = Run(
                 self.library, self.of["q"].dtype, blocks=blocks, tiles=self.tiles,
-                deterministic=deterministic, **_limits(),
+                deterministic=deterministic, **limits,
             )  # fmt: skip
             getattr(rung, direction)(run, *inputs, *outputs, self.scale, offset)
         return tuple(self.library.home(x, self.of["q"]) for x in results)
@@ -424,21 +445,4 @@ def _objection(rung, of):
             return (
                 f"copies by TMA, which walks forward; the strides of {name} are {x.strides} bytes"
             )
-    return None
-
-
-def _card_objection(rung):
-    """Return why this machine cannot run a rung, or None; raise if it can run none."""
-    try:
-        capability = tuple(_current().compute_capability)
-    except Exception as error:
-        raise GpuError(device.explain(error)) from error
-    least, only = RUNGS[rung].capability, RUNGS[rung].only
-    if capability < least or (only and capability != least):
-        return (
-            f"needs {'exactly ' * only}compute capability {least[0]}.{least[1]}; this card has "
-            f"{capability[0]}.{capability[1]}"
-        )
-    if rung in WITH_PTX and not device.has_numba_cuda():
-        raise GpuError(f"kernel={rung!r} needs numba-cuda: pip install 'flashref[gpu]'")
     return None

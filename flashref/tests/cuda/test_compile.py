@@ -119,6 +119,17 @@ def ptx_of(name, card):
     return compiled((KERNELS | HOPPER)[name], card)
 
 
+def reads_what_is_not_given(ptx, kernel):
+    """Return which numbers a kernel reads that `launch` leaves 0: an array's owner and its size."""
+    read, place, found = set(re.findall(r"ld\.param\S*\s.*_param_(\d+)", ptx)), 0, []
+    for argument in kernel.arguments:
+        array = isinstance(argument, numba_types.Array)
+        found += [i for i in range(place, place + 4 * array) if str(i) in read]
+        place += 5 + 2 * argument.ndim if array else 1
+    assert max(map(int, re.findall(r"_param_(\d+)", ptx))) == place - 1, "counted wrong"
+    return found
+
+
 def compiled(kernel, card):
     arguments = numba_types.void(*kernel.arguments)
     options = {"cc": card, "fastmath": True, "launch_bounds": kernel.launch_bounds}
@@ -160,6 +171,7 @@ def test_ptx(name, card):
     ptx = ptx_of(name, card)
     assert not re.search(r"\b(ld|st)\.local", ptx), "an array went to local memory"
     assert ".f64" not in ptx, "float64 arithmetic"
+    assert reads_what_is_not_given(ptx, KERNELS[name]) == []
     assert KERNELS[name].shared_bytes <= SHARED_LIMIT[card]
     assert (".bf16" in ptx) == ("bfloat16" in name)
     assert ("cvt.f32.f16" in ptx) == (name == "numbers 64")  # bf16 needs only a shift
@@ -184,6 +196,7 @@ def test_hopper(name, tmp_path):
     ptx = ptx_of(name, (9, 0, "a"))
     assert not re.search(r"\b(ld|st)\.local", ptx), "an array went to local memory"
     assert ".f64" not in ptx, "float64 arithmetic"
+    assert reads_what_is_not_given(ptx, kernel) == []
     assert (".bf16" in ptx) == ("bfloat16" in name)
     assert kernel.shared_bytes <= SHARED_LIMIT[9, 0]
     said = assembled(ptx, "sm_90a", tmp_path)

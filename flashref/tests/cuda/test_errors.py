@@ -164,7 +164,7 @@ def test_deterministic_is_true_or_false(deterministic):
 def test_deterministic_reaches_the_rung(deterministic, monkeypatch):
     seen = []
     monkeypatch.setattr(launch._Call, "run", lambda self, *given: seen.append(given[-1]))
-    monkeypatch.setattr(launch, "_card_objection", lambda rung: None)
+    monkeypatch.setattr(launch._Call, "card_objection", lambda self, rung: None)
     x, half, mask = ones(2, 4), ones(64, 8, dtype=np.float16), np.ones((1, 1), bool)
     rules = {"deterministic": deterministic}
     flashref.cuda.flash_attention_2_backward(x, x, x, x, x, ones(2), **rules)
