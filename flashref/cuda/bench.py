@@ -9,11 +9,11 @@ Needs PyTorch, which holds the arrays and brings the peers.
 """
 
 import argparse
-import collections
 import contextlib
 import datetime
 import functools
 import importlib.metadata
+import itertools
 import json
 import math
 import random
@@ -28,14 +28,16 @@ from pathlib import Path
 import flashref
 from flashref.block_sparse import random_pattern
 from flashref.cuda.device import FallbackWarning
-from flashref.cuda.results import table_title, tables
+from flashref.cuda.results import report, table_title
 
 TOKENS, COLUMNS = 16384, 2048  # of a setting, of all heads together
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 BACKWARD_LENGTHS = (1024, 4096, 8192)
 SPARSE_LENGTH, SPARSE_BLOCK = 16384, 128  # of block-sparse attention, with square tiles
-SPARSE_SHARES = (1, 2, 4, 8)  # one tile in so many is there
+SHARES = {"all tiles": 1, "1/2 of the tiles": 2, "1/4 of the tiles": 4, "1/8 of the tiles": 8}
 LONG_LENGTH = 131_072  # of one head, whose S would take 34 GB
+FULL_LENGTH, RAGGED_LENGTH = 8192, 8200  # whole tiles, and 8 rows more
+RAGGED = ("tensor_core", "tensor_core, deterministic", "hopper", "PyTorch FLASH", "PyTorch cuDNN")
 BURST, PAUSE = 15e-3, 20e-3  # seconds
 CAPTURED = 50e-3  # seconds: shorter launches are replayed as a CUDA graph
 SLOWEST = 2.0  # seconds that one launch may take; longer ones are left out, and named
@@ -69,15 +71,26 @@ class Setting:
         return whole * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
 
     @property
+    def direction(self):
+        """Return "forward" or "backward"."""
+        return "backward" if self.backward else "forward"
+
+    @property
     def title(self):
         """Return the heading of its table, the length left out."""
         return table_title(self.d, self.causal, self.dtype, self.backward)
 
 
-class OneHead(Setting):
+class OneSequence(Setting):
+    """A batch of one."""
+
+    batch = 1
+
+
+class OneHead(OneSequence):
     """One sequence, and one head of it."""
 
-    batch = heads = 1
+    heads = 1
 
 
 def settings(lengths):
@@ -127,6 +140,7 @@ def main(argv=None):
             results = measure(settings(args.lengths), args.rounds, args.flex, args.steps)
             if SPARSE_LENGTH in args.lengths:
                 results["block_sparse"] = measure_sparse(torch, args.rounds, results["left_out"])
+                results["ragged"] = measure_ragged(torch, args.rounds, results["left_out"])
                 results["long"] = measure_long(torch, results["left_out"])
         results["kernels"] = kernels
     print(report(results))
@@ -176,38 +190,48 @@ def measure(todo, rounds, flex=False, steps=False):
 
 def measure_one(torch, setting, rounds, more, runs, left_out):
     """Add the runs of all kernels of one setting to `runs`, and what fails to `left_out`."""
-    calls = {}
-    inputs = Inputs(torch, setting)
-    for name, make in candidates(setting, *more).items():
-        where = f"{name}: {setting.title}, N = {setting.n}"
+    makes = candidates(setting, *more)
+    for name in list(makes):
         shorter = [run for run in runs if same_table(run, setting) and run["kernel"] == name]
         likely = max((1e-3 * r["ms"][0] * setting.n / r["n"] for r in shorter), default=0)
         if likely > SLOWEST:
+            where = f"{name}: {setting.title}, N = {setting.n}"
             left_out.append(f"{where}: a launch would take about {likely:.1f} s")
-            continue
-        try:
-            call = make(inputs)
-            error = inputs.error(call())  # compiles, too
-            torch.cuda.synchronize()
-            seconds = 1e-3 * burst(torch, call, 1)
-            if seconds < CAPTURED:
-                call = captured(torch, call)
-                seconds = max(1e-6, 1e-3 * burst(torch, call, 1))
-        except Exception as trouble:  # a peer may lack a kernel or the memory; ours too
-            left_out.append(f"{where}: {' '.join(str(trouble).split())[:160]}")
-            torch.cuda.empty_cache()
-            continue
-        calls[name] = (call, seconds, error)
+            del makes[name]
+    calls = prepared(torch, Inputs(torch, setting), makes, left_out)
+    for name, (call, seconds, error) in calls.items():
+        if seconds < CAPTURED:
+            call = captured(torch, call)
+            calls[name] = call, 1e-3 * burst(torch, call, 1), error
     times = in_random_order(torch, calls, rounds, random.Random(setting.n))
     for name, ms in times.items():
-        speed = setting.flops / statistics.median(ms) * 1e-9
         runs.append({
             "kernel": name, "dtype": setting.dtype, "d": setting.d, "causal": setting.causal,
             "n": setting.n, "batch": setting.batch, "heads": setting.heads,
-            "pass": "backward" if setting.backward else "forward",
-            "tflops": float(f"{speed:.4g}"), "ms": [round(t, 4) for t in ms],
-            "error": float(f"{calls[name][2]:.2e}"),
+            "pass": setting.direction, "tflops": speed(setting, ms),
+            "ms": [round(t, 4) for t in ms], "error": float(f"{calls[name][2]:.2e}"),
         })  # fmt: skip
+
+
+def prepared(torch, inputs, makes, left_out, masks=None):
+    """Return name to (function, seconds of a launch, error) of what runs; note what does not."""
+    calls, setting = {}, inputs.setting
+    for name, make in makes.items():
+        try:
+            call = make(inputs)
+            error = inputs.error(call(), (masks or {}).get(name))  # compiles, too
+            torch.cuda.synchronize()
+            calls[name] = call, 1e-3 * burst(torch, call, 1), error
+        except Exception as trouble:  # a peer may lack a kernel or the memory; ours too
+            text = " ".join(str(trouble).split())[:160]
+            left_out.append(f"{name}: {setting.title}, N = {setting.n}: {text}")
+            torch.cuda.empty_cache()
+    return calls
+
+
+def speed(setting, ms):
+    """Return the TFLOP/s of a setting, of the median of several times."""
+    return float(f"{setting.flops / statistics.median(ms) * 1e-9:.4g}")
 
 
 def in_random_order(torch, calls, rounds, dice):
@@ -217,7 +241,8 @@ def in_random_order(torch, calls, rounds, dice):
         for name in dice.sample(list(calls), len(calls)):
             call, seconds, *_ = calls[name]
             if number < 3 or seconds < 0.1:  # of long launches, three will do
-                times[name].append(burst(torch, call, max(1, round(BURST / seconds))))
+                launches = round(BURST / max(seconds, 1e-6))
+                times[name].append(burst(torch, call, max(1, launches)))
                 time.sleep(PAUSE)
     torch.cuda.empty_cache()
     return times
@@ -234,27 +259,47 @@ def measure_sparse(torch, rounds, left_out):
         for backward in (False, True):
             setting = Setting(SPARSE_LENGTH, d, causal=False, backward=backward)
             inputs = Inputs(torch, setting)
-            calls = {}
-            for name, (make, tiles) in sparse_candidates(inputs).items():
-                try:
-                    call = make()
-                    error = inputs.error(call(), tiles)
-                    torch.cuda.synchronize()
-                    calls[name] = call, max(1e-6, 1e-3 * burst(torch, call, 1)), error
-                except Exception as trouble:
-                    text = " ".join(str(trouble).split())[:160]
-                    left_out.append(f"block-sparse, 1/{name}: {setting.title}: {text}")
+            makes, masks = sparse_candidates(inputs)
+            calls = prepared(torch, inputs, makes, left_out, masks)
             times = in_random_order(torch, calls, rounds, random.Random(d))
             dense = statistics.median(times["dense"]) if "dense" in times else None
             for name, ms in times.items():
                 if name == "dense" or dense is None:
                     continue
                 found.append({
-                    "n": setting.n, "d": d, "pass": "backward" if backward else "forward",
-                    "one_in": name, "dense_ms": round(dense, 4), "ms": [round(t, 4) for t in ms],
+                    "n": setting.n, "d": d, "pass": setting.direction, "one_in": SHARES[name],
+                    "dense_ms": round(dense, 4), "ms": [round(t, 4) for t in ms],
                     "speedup": float(f"{dense / statistics.median(ms):.4g}"),
                     "error": float(f"{calls[name][2]:.2e}"),
                 })  # fmt: skip
+    return found
+
+
+def measure_ragged(torch, rounds, left_out):
+    """Return what it costs that tiles are not full: 8 rows more than a multiple of all blocks.
+
+    Both lengths in one random order; `share` is the TFLOP/s over those of the full tiles.
+    """
+    found = []
+    for backward, d, causal in itertools.product((False, True), (64, 128), (False, True)):
+        calls, settings = {}, {}
+        for n in (FULL_LENGTH, RAGGED_LENGTH):
+            setting = settings[n] = OneSequence(n, d, causal, backward=backward)
+            makes = candidates(setting)
+            makes = {name: makes[name] for name in RAGGED if name in makes}
+            ready = prepared(torch, Inputs(torch, setting), makes, left_out)
+            calls |= {(name, n): call for name, call in ready.items()}
+        times = in_random_order(torch, calls, rounds, random.Random(d))
+        for name in RAGGED:
+            if not {(name, FULL_LENGTH), (name, RAGGED_LENGTH)} <= set(times):
+                continue
+            full, ragged = (speed(settings[n], times[name, n]) for n in settings)
+            found.append({
+                "kernel": name, "n": RAGGED_LENGTH, "full_n": FULL_LENGTH, "d": d, "causal": causal,
+                "pass": setting.direction, "tflops": ragged, "full_tflops": full,
+                "share": round(ragged / full, 3), "error": float(f"{calls[name, n][2]:.2e}"),
+            })  # fmt: skip
+    torch.cuda.empty_cache()
     return found
 
 
@@ -265,30 +310,21 @@ def measure_long(torch, left_out):
         for backward in (False, True):
             setting = OneHead(LONG_LENGTH, d, causal=False, backward=backward)
             inputs = Inputs(torch, setting)
-            for name, make in candidates(setting).items():
-                if name.startswith("PyTorch"):
-                    continue
-                try:
-                    call = make(inputs)
-                    error = inputs.error(call())
-                    torch.cuda.synchronize()
-                    torch.cuda.reset_peak_memory_stats()
-                    before = torch.cuda.memory_allocated()
-                    results = call()
-                    torch.cuda.synchronize()
-                    held = torch.cuda.memory_allocated() - before
-                    more = torch.cuda.max_memory_allocated() - before - held
-                    del results
-                    ms = [burst(torch, call, 1) for _ in range(3)]
-                except Exception as trouble:
-                    text = " ".join(str(trouble).split())[:160]
-                    left_out.append(f"one long head, {name}: {setting.title}: {text}")
-                    continue
+            makes = candidates(setting).items()
+            makes = {name: make for name, make in makes if not name.startswith("PyTorch")}
+            for name, (call, _, error) in prepared(torch, inputs, makes, left_out).items():
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                results = call()
+                torch.cuda.synchronize()
+                held = torch.cuda.memory_allocated() - before
+                more = torch.cuda.max_memory_allocated() - before - held
+                del results
+                ms = [burst(torch, call, 1) for _ in range(3)]
                 found.append({
-                    "kernel": name, "n": setting.n, "d": d,
-                    "pass": "backward" if backward else "forward",
-                    "tflops": float(f"{setting.flops / statistics.median(ms) * 1e-9:.4g}"),
-                    "ms": [round(t, 3) for t in ms], "more_bytes": more,
+                    "kernel": name, "n": setting.n, "d": d, "pass": setting.direction,
+                    "tflops": speed(setting, ms), "ms": [round(t, 3) for t in ms],
+                    "more_bytes": more,
                     "input_bytes": (4 if backward else 3) * 2 * setting.n * d,
                     "error": float(f"{error:.2e}"),
                 })  # fmt: skip
@@ -325,25 +361,20 @@ def noted_compilation():
 
 
 def sparse_candidates(inputs):
-    """Return "dense", and one tile in 1, 2, 4, 8: what makes a call, and the mask of tiles."""
-    q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
+    """Return what makes each call, "dense" and the SHARES of tiles; and the masks of the shares."""
     t = inputs.setting.n // SPARSE_BLOCK
 
-    def dense():
-        return _ours("tensor_core", inputs)
-
-    def sparse(mask):
+    def sparse(mask, inputs):
+        q, k, v, do = inputs.q, inputs.k, inputs.v, inputs.do
         rules = {"block_mask": mask, "block_q": SPARSE_BLOCK, "block_k": SPARSE_BLOCK}
         if not inputs.setting.backward:
             return lambda: flashref.cuda.block_sparse_attention(q, k, v, **rules)
         o, lse = flashref.cuda.block_sparse_attention(q, k, v, return_lse=True, **rules)
         return lambda: flashref.cuda.block_sparse_attention_backward(do, q, k, v, o, lse, **rules)
 
-    found = {"dense": (dense, None)}
-    for one_in in SPARSE_SHARES:
-        mask = random_pattern(t, t // one_in - 1, seed=0)
-        found[one_in] = functools.partial(sparse, mask), mask
-    return found
+    masks = {name: random_pattern(t, t // one_in - 1, seed=0) for name, one_in in SHARES.items()}
+    makes = {"dense": functools.partial(_ours, "tensor_core")}
+    return makes | {name: functools.partial(sparse, mask) for name, mask in masks.items()}, masks
 
 
 def burst(torch, call, launches):
@@ -608,77 +639,10 @@ def nvidia_smi(field):
     return run.stdout.splitlines()[0].strip()
 
 
-# -- the tables -----------------------------------------------------------------------------------
-def report(results):
-    """Return a run as text: TFLOP/s by length, the share of the card's peak, the error."""
-    peaks = ", ".join(f"{name}: {value:g}" for name, value in results["peaks"].items())
-    found = ", ".join(f"{name} {value}" for name, value in results["versions"].items())
-    lines = [
-        f"{results['card']}, driver {results['driver']}, {results['date']}; {found}",
-        f"measured peaks: {peaks}",
-        results["how"],
-    ]
-    for title, rows in tables(results).items():
-        lengths = sorted({n for row in rows.values() for n in row})
-        half = title.startswith(("float16", "bfloat16"))
-        peak = "fp16 matrix product, 8192³" if half else "fp32 multiply-add"
-        lines += ["", f"TFLOP/s, {title}; the best as a share of the card's {peak}"]
-        lines += [f"  {'N':22}" + "".join(f"{n:>8}" for n in lengths) + "    best     error"]
-        top = results["peaks"][f"{peak}, TFLOP/s"]
-        for name, row in rows.items():
-            cells = "".join(f"{row[n]['tflops']:8.1f}" if n in row else " " * 8 for n in lengths)
-            best = max(run["tflops"] for run in row.values()) / top
-            errors = [run["error"] for run in row.values() if "error" in run]
-            error = f"{max(errors):.1e}" if errors else ""
-            lines += [f"  {name:22}{cells}    {best:4.0%}  {error:>8}"]
-    lines += report_sparse(results.get("block_sparse", ()))
-    for run in results.get("long", ()):
-        lines.append(
-            f"one head, N = {run['n']:,}, d = {run['d']}, {run['pass']}, {run['kernel']}: "
-            f"{statistics.median(run['ms']):.1f} ms, {run['tflops']} TFLOP/s; "
-            f"{run['more_bytes'] / 2**20:.2f} MiB beyond inputs ({run['input_bytes'] / 2**20:g} "
-            f"MiB) and results; error {run['error']:.1e}"
-        )
-    seconds = collections.defaultdict(list)
-    for kernel in results.get("kernels", ()):
-        seconds[kernel["function"]].append(kernel["seconds"])
-    for function, spent in seconds.items():
-        lines.append(
-            f"compiling {function}: {statistics.median(spent):.1f} s a kernel, {len(spent)} kernels"
-        )
-    if results.get("call_us"):
-        costs = ", ".join(f"{name} {cost} µs" for name, cost in results["call_us"].items())
-        lines += ["", f"what a call costs the host: {costs}"]
-    lines += [f"left out: {line}" for line in results.get("left_out", ())]
-    return "\n".join(lines)
-
-
-def report_sparse(runs):
-    """Return the lines about block-sparse attention: how much faster than with all tiles."""
-    if not runs:
-        return []
-    lines = [
-        "",
-        f"block-sparse tensor_core, N = {runs[0]['n']}: times faster than the dense kernel",
-    ]
-    lines += [f"  {'one tile in':22}" + "".join(f"{x:>8}" for x in SPARSE_SHARES) + "     error"]
-    for direction in ("forward", "backward"):
-        for d in (64, 128):
-            row = [run for run in runs if (run["pass"], run["d"]) == (direction, d)]
-            by_share = {run["one_in"]: run for run in row}
-            cells = "".join(
-                f"{by_share[x]['speedup']:8.2f}" if x in by_share else " " * 8
-                for x in SPARSE_SHARES
-            )
-            error = max((run["error"] for run in row), default=0)
-            lines += [f"  {f'{direction}, d = {d}':22}{cells}  {error:>8.1e}"]
-    return lines
-
-
 def same_table(run, setting):
     """Return whether a run differs from a setting in its length at most."""
     return (run["dtype"], run["d"], run["causal"], run.get("pass", "forward")) == (
-        setting.dtype, setting.d, setting.causal, "backward" if setting.backward else "forward",
+        setting.dtype, setting.d, setting.causal, setting.direction,
     )  # fmt: skip
 
 

@@ -36,8 +36,10 @@ RUNGS = ("naive", "tiled", "registers", "tensor_core", "hopper")
 FP16 = "fp16 matrix product, 8192³, TFLOP/s"
 FP32 = "fp32 multiply-add, TFLOP/s"
 COPY = "device copy, read and written, TB/s"
-OURS = {"facecolor": ORANGE, "edgecolor": INK, "hatch": "///"}
+OURS = {"facecolor": ORANGE, "edgecolor": INK, "hatch": "///"}  # bars
 PEERS = {"facecolor": PALE, "edgecolor": GREY}
+OUR_MARK = {"linestyle": "", "marker": "D", "color": ORANGE, "markeredgecolor": INK}
+PEER_MARK = {"linestyle": "", "marker": "o", "color": "white", "markeredgecolor": GREY}
 LINES = {  # color, marker, whether dashed
     "naive": (PURPLE, "v", False),
     "tiled": (GREEN, "^", False),
@@ -46,7 +48,8 @@ LINES = {  # color, marker, whether dashed
     "hopper": (ORANGE, "h", False),
     "PyTorch FLASH": (INK, "D", True),
     "PyTorch cuDNN": (BLUE, "P", True),
-    "PyTorch EFFICIENT": (GREEN, "x", True),
+    "PyTorch flex (Triton)": (GREEN, "*", True),
+    "PyTorch EFFICIENT": (SKY, "x", True),
     "PyTorch MATH": (GREY, ".", True),
 }
 STEP = "hopper up to "
@@ -110,7 +113,7 @@ def ladder(results, n=8192):
     Returns
     -------
     picture : Picture
-        A panel for each head size: bars of TFLOP/s on a logarithmic axis.
+        A panel for each head size: a mark for each kernel on a logarithmic axis of TFLOP/s.
 
     Raises
     ------
@@ -123,8 +126,8 @@ def ladder(results, n=8192):
         f"the run has nothing at {n=}; it has {sorted({run['n'] for run in results['runs']})}",
     )
     peaks = {"float32": results["peaks"][FP32], "float16": results["peaks"][FP16]}
-    bars = max(sum(len(row) for row in runs[d].values()) for d in runs)
-    figure = page_figure(0.9 + 0.27 * (bars + 1), layout="constrained")
+    kernels = max(sum(len(row) for row in runs[d].values()) for d in runs)
+    figure = page_figure(0.9 + 0.27 * (kernels + 1), layout="constrained")
     words = []
     for axes, d in zip(figure.subplots(1, 2, sharey=True), runs, strict=True):
         y, names = 0, {}
@@ -138,13 +141,13 @@ def ladder(results, n=8192):
         if names:
             axes.set_yticks(list(names), names.values())
         axes.set_xscale("log")
-        axes.set(xlim=(0.4, 3500), ylim=(y - 0.6, -0.8), title=f"d = {d}", xlabel="TFLOP/s")
+        axes.set(xlim=(0.15, 3500), ylim=(y - 0.6, -0.8), title=f"d = {d}", xlabel="TFLOP/s")
         axes.set_xticks([1, 10, 100, 1000], ["1", "10", "100", "1000"])
         axes.minorticks_off()
         axes.tick_params(axis="y", length=0)
     handles = [
-        Patch(label="this package, in Python", **OURS),
-        Patch(label="PyTorch", **PEERS),
+        Line2D([], [], label="this package, in Python", **OUR_MARK),
+        Line2D([], [], label="PyTorch", **PEER_MARK),
         Line2D([], [], color=RED, linestyle="--", label="what the card reached"),
     ]
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
@@ -154,16 +157,16 @@ def ladder(results, n=8192):
 
 
 def _draw_rungs(axes, top, found, peak):
-    """Draw a bar for each kernel from `top` down, and their roof; return place to kernel."""
+    """Draw a mark for each kernel from `top` down, and their roof; return place to kernel."""
     places = {}
     for name, run in sorted(found.items(), key=lambda item: item[1]["tflops"]):
         y, speed = top + len(places), run["tflops"]
-        axes.barh(y, speed, 0.7, **(OURS if name in RUNGS else PEERS))
-        inside = speed > 4  # beside a long bar the number would lie on the roof
-        axes.text(
-            speed / 1.1 if inside else 1.1 * speed, y, f"{speed:.3g}", va="center",
-            ha="right" if inside else "left", fontsize=9.5,
-            bbox={"fc": "white", "ec": "none", "pad": 0.8},
+        axes.axhline(y, color=PALE, linewidth=1, zorder=0)
+        axes.plot(speed, y, zorder=3, **(OUR_MARK if name in RUNGS else PEER_MARK))
+        # on the right of a fast one lies the roof
+        axes.annotate(
+            f"{speed:.3g}", (speed, y), (-7, 0), textcoords="offset points", ha="right",
+            va="center", fontsize=9.5, bbox={"fc": "white", "ec": "none", "pad": 0.8},
         )  # fmt: skip
         places[y] = name
     bottom = top + len(places)
@@ -195,7 +198,7 @@ def gpu_lengths(results):
             title = table_title(d, causal, dtype)
             told = []
             for name, by_n in _rows(results, title).items():
-                color, marker, dashed = LINES.get(name, (SKY, "*", True))
+                color, marker, dashed = LINES.get(name, (PURPLE, "*", True))
                 n = sorted(by_n)
                 speeds = [by_n[i]["tflops"] for i in n]
                 axes.plot(n, speeds, color=color, marker=marker, markersize=5, linewidth=1.4,
@@ -218,6 +221,7 @@ def gpu_lengths(results):
     handles += [_key(name) for name in seen if name not in LINES]
     handles.append(Line2D([], [], color=RED, linestyle=":", label="what the card reached"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3)
+    figure.suptitle(f"Forward, {_source(results)}", x=0.01, ha="left")
     return Picture(
         figure,
         f"TFLOP/s against N from {lengths[0]} to {lengths[-1]}, {_source(results)}, least and "
@@ -226,7 +230,7 @@ def gpu_lengths(results):
 
 
 def _key(name):
-    color, marker, dashed = LINES.get(name, (SKY, "*", True))
+    color, marker, dashed = LINES.get(name, (PURPLE, "*", True))
     return Line2D([], [], color=color, marker=marker, linestyle="--" if dashed else "-", label=name)
 
 

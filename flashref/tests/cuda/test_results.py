@@ -1,5 +1,6 @@
 """The stored measurements: complete, and what is said about them follows from them."""
 
+import functools
 import itertools
 import json
 import statistics
@@ -10,6 +11,7 @@ import pytest
 
 import flashref
 from flashref.cuda import bench
+from flashref.cuda.results import report, report_ragged, report_sparse
 
 gpu = pytest.importorskip("flashref.plots.gpu", reason="needs matplotlib")
 
@@ -64,7 +66,7 @@ def test_answers_were_right_or_what_was_not_is_told(results):
 
 
 def test_the_report_shows_every_run(results):
-    text = bench.report(results)
+    text = report(results)
     for run in results["runs"]:
         assert f"{run['tflops']:8.1f}" in text
         assert f"\n  {run['kernel']} " in text
@@ -133,7 +135,7 @@ def test_the_backward_pass_keeps_up_with_flash_attention_2_in_pytorch(results, d
 def test_absent_tiles_cost_little(results, d, direction):
     found = [run for run in results["block_sparse"] if (run["d"], run["pass"]) == (d, direction)]
     by_share = {run["one_in"]: run for run in found}
-    assert list(by_share) == list(bench.SPARSE_SHARES)
+    assert list(by_share) == list(bench.SHARES.values())
     for one_in, run in by_share.items():
         assert run["n"] == 16384 and run["error"] <= 1e-3
         ratio = run["dense_ms"] / statistics.median(run["ms"])
@@ -218,19 +220,103 @@ def test_the_block_sparse_table():
     """Masks of the shares that are named, from the bench's own candidates; a report of them."""
     setting = bench.Setting(bench.SPARSE_LENGTH, 64, causal=False)
     inputs = types.SimpleNamespace(q=None, k=None, v=None, do=None, setting=setting)
-    found = bench.sparse_candidates(inputs)
-    assert list(found) == ["dense", *bench.SPARSE_SHARES]
-    for one_in in bench.SPARSE_SHARES:
-        mask = found[one_in][1]
+    makes, masks = bench.sparse_candidates(inputs)
+    assert list(makes) == ["dense", *bench.SHARES] and list(masks) == list(bench.SHARES)
+    for name, one_in in bench.SHARES.items():
+        mask = masks[name]
         assert mask.shape == (128, 128) and mask.mean() == 1 / one_in
         assert (mask.sum(axis=1) == 128 // one_in).all()
     shares = [
         {"n": 16384, "d": d, "pass": p, "one_in": x, "speedup": 0.9 * x, "error": 3e-4}
         for d in (64, 128)
         for p in ("forward", "backward")
-        for x in bench.SPARSE_SHARES
+        for x in bench.SHARES.values()
     ]
-    lines = bench.report_sparse(shares)
+    lines = report_sparse(shares)
     assert "N = 16384" in lines[1] and len(lines) == 7
     assert lines[3].split() == "forward, d = 64 0.90 1.80 3.60 7.20 3.0e-04".split()
-    assert bench.report_sparse([]) == []
+
+
+@pytest.fixture
+def without_a_card(monkeypatch):
+    """Let a launch take what is written here, so that the bench's own sums can be seen."""
+    seconds, order = {}, []  # by kernel and length; what was timed
+
+    def kernel(name, inputs):
+        key = name, inputs.setting.n
+
+        def call():
+            if key not in seconds:
+                raise RuntimeError(f"no {name} on  this\ncard")
+            return key
+
+        return call
+
+    def inputs(torch, setting):
+        return types.SimpleNamespace(setting=setting, error=lambda result, mask: 2.5e-4)
+
+    def burst(torch, call, launches):
+        order.append((*call(), launches))
+        return 1e3 * seconds[call()]
+
+    def candidates(setting):
+        names = ("naive", "tensor_core", "PyTorch FLASH") + ("hopper",) * (not setting.backward)
+        return {name: functools.partial(kernel, name) for name in names}
+
+    monkeypatch.setattr(bench, "Inputs", inputs)
+    monkeypatch.setattr(bench, "burst", burst)
+    monkeypatch.setattr(bench, "candidates", candidates)
+    monkeypatch.setattr(bench.time, "sleep", lambda seconds: None)
+    cuda = types.SimpleNamespace(synchronize=lambda: None, empty_cache=lambda: None)
+    return types.SimpleNamespace(cuda=cuda), seconds, order
+
+
+def test_the_share_of_ragged_tiles(without_a_card):
+    """Both lengths in one order at random, and what fails at either is named, not measured."""
+    torch, seconds, order = without_a_card
+    more = (bench.RAGGED_LENGTH / bench.FULL_LENGTH) ** 2  # operations
+    seconds |= {("hopper", 8192): 2e-3, ("hopper", 8200): 2e-3 * more / 0.9}
+    seconds |= {("tensor_core", 8192): 3e-3, ("tensor_core", 8200): 3e-3 * more / 0.8}
+    seconds |= {("PyTorch FLASH", 8192): 4e-3}
+    left_out = []
+    found = bench.measure_ragged(torch, 4, left_out)
+    shares = {(run["kernel"], run["pass"]): run["share"] for run in found}
+    expected = {("hopper", "forward"): 0.9}
+    expected |= {("tensor_core", "forward"): 0.8, ("tensor_core", "backward"): 0.8}
+    assert shares == expected and len(found) == 3 * 4  # d, causal
+    flops = 4 * 8192**2 * 64 * 32
+    one = found[0]
+    assert (one["kernel"], one["d"], one["causal"]) == ("tensor_core", 64, False)
+    assert one["full_tflops"] == pytest.approx(flops / 3e-3 * 1e-12, rel=1e-3)
+    assert one["error"] == 2.5e-4
+    assert (
+        len(left_out) == 8
+        and "PyTorch FLASH: float16, d = 64, forward, N = 8200: no" in left_out[0]
+    )
+    assert left_out[0].endswith("no PyTorch FLASH on this card")
+    timed = [x for x in order if x[2] > 1]
+    assert {x[:2]: x[2] for x in timed} == {
+        ("hopper", 8192): 8, ("hopper", 8200): 7, ("tensor_core", 8192): 5,
+        ("tensor_core", 8200): 4, ("PyTorch FLASH", 8192): 4,
+    }  # fmt: skip
+    assert [x[1] for x in timed] != sorted(x[1] for x in timed)
+    lines = report_ragged(found)
+    assert "N = 8200" in lines[1] and lines[2].split() == ["64", "64", "c", "128", "128", "c"]
+    assert lines[3].split() == "forward, tensor_core 0.800 0.800 0.800 0.800".split()
+
+
+def test_a_launch_that_would_take_too_long_is_left_out(without_a_card):
+    torch, seconds, _ = without_a_card
+    seconds |= {("naive", n): 1.5e-3 * n**1.5 for n in (512, 1024)}  # more than twice as long
+    seconds |= {(name, n): 0.1 for name in ("tensor_core", "PyTorch FLASH") for n in (512, 1024)}
+    runs, left_out = [], []
+    for n in (512, 1024):
+        setting = bench.Setting(n, 64, False, backward=True)
+        bench.measure_one(torch, setting, 5, (), runs, left_out)
+    assert [(run["kernel"], run["n"]) for run in runs] == [
+        ("naive", 512), ("tensor_core", 512), ("PyTorch FLASH", 512),
+        ("tensor_core", 1024), ("PyTorch FLASH", 1024),
+    ]  # fmt: skip
+    assert len(runs[0]["ms"]) == 3 and left_out == [
+        "naive: float16, d = 64, backward, N = 1024: a launch would take about 34.8 s"
+    ]
