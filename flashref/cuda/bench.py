@@ -403,7 +403,11 @@ def captured(torch, call):
     except Exception:  # some peers wait for the GPU inside
         same = False
     torch.cuda.synchronize()
-    return graph.replay if same else call
+
+    def replay(reads=call):  # the graph reads the arrays that the call holds: they must live on
+        graph.replay()
+
+    return replay if same else call
 
 
 # -- what is measured -----------------------------------------------------------------------------

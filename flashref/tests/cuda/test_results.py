@@ -1,10 +1,13 @@
 """The stored measurements: complete, and what is said about them follows from them."""
 
+import contextlib
 import functools
+import gc
 import itertools
 import json
 import statistics
 import types
+import weakref
 from pathlib import Path
 
 import pytest
@@ -303,6 +306,32 @@ def test_the_share_of_ragged_tiles(without_a_card):
     lines = report_ragged(found)
     assert "N = 8200" in lines[1] and lines[2].split() == ["64", "64", "c", "128", "128", "c"]
     assert lines[3].split() == "forward, tensor_core 0.800 0.800 0.800 0.800".split()
+
+
+def test_what_a_graph_reads_lives_as_long_as_its_replay():
+    class Call:
+        """Holds arrays, and gives the same bits each time."""
+
+        def __call__(self):
+            return types.SimpleNamespace(zero_=lambda: None)
+
+    replayed = []
+    graph = types.SimpleNamespace(replay=lambda: replayed.append(1))
+    cuda = types.SimpleNamespace(
+        CUDAGraph=lambda: graph, graph=contextlib.nullcontext, synchronize=lambda: None
+    )
+    call = Call()
+    alive = weakref.ref(call)
+    replay = bench.captured(types.SimpleNamespace(cuda=cuda, equal=lambda x, y: True), call)
+    del call
+    gc.collect()
+    assert alive() is not None
+    replay()
+    assert len(replayed) == 2 and replay is not alive()
+    other = Call()
+    assert (
+        bench.captured(types.SimpleNamespace(cuda=cuda, equal=lambda x, y: False), other) is other
+    )
 
 
 def test_a_launch_that_would_take_too_long_is_left_out(without_a_card):
