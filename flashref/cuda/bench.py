@@ -37,7 +37,7 @@ BACKWARD_LENGTHS = (1024, 4096, 8192)
 SPARSE_LENGTH, SPARSE_BLOCK = 16384, 128  # of block-sparse attention, with square tiles
 SHARES = {"all tiles": 1, "1/2 of the tiles": 2, "1/4 of the tiles": 4, "1/8 of the tiles": 8}
 LONG_LENGTH = 131_072  # of one head, whose S would take 34 GB
-FULL_LENGTH, RAGGED_LENGTH = 8192, 8200  # whole tiles, and 8 rows more
+FULL_LENGTH, RAGGED_LENGTH = 8192, 8200  # a multiple of nearly all blocks, and 8 rows more
 RAGGED = ("tensor_core", "tensor_core, deterministic", "hopper", "PyTorch FLASH", "PyTorch cuDNN")
 BURST, PAUSE = 15e-3, 20e-3  # seconds
 CAPTURED = 50e-3  # seconds: shorter launches are replayed as a CUDA graph
@@ -277,7 +277,7 @@ def measure_sparse(torch, rounds, left_out):
 
 
 def measure_ragged(torch, rounds, left_out):
-    """Return what it costs that tiles are not full: 8 rows more than a multiple of all blocks.
+    """Return what it costs that tiles are not full: 8 rows more than a multiple of 128.
 
     Both lengths in one random order; `share` is the TFLOP/s over those of the full tiles.
     """

@@ -95,7 +95,7 @@ def report_sparse(runs):
 
 
 def report_ragged(runs):
-    """Return the lines about lengths that leave tiles half empty: their share of the TFLOP/s."""
+    """Return the lines about lengths that leave tiles nearly empty: their share of the TFLOP/s."""
     by_kernel = collections.defaultdict(dict)
     for run in runs:
         by_kernel[run["pass"], run["kernel"]][run["d"], run["causal"]] = f"{run['share']:8.3f}"

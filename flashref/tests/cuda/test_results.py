@@ -146,6 +146,18 @@ def test_absent_tiles_cost_little(results, d, direction):
         assert run["speedup"] >= 0.8 * one_in
 
 
+def test_ragged_tiles_cost_little(results):
+    kernels = {"forward": {"tensor_core", "hopper"}}
+    kernels["backward"] = {"tensor_core", "tensor_core, deterministic"}
+    found = {(run["pass"], run["kernel"], run["d"], run["causal"]): run for run in results["ragged"]}
+    for direction, ours in kernels.items():
+        for kernel, (d, causal) in itertools.product(ours, COLUMNS):
+            run = found[direction, kernel, d, causal]
+            assert (run["n"], run["full_n"]) == (8200, 8192) and run["error"] <= 1e-3
+            assert run["share"] == pytest.approx(run["tflops"] / run["full_tflops"], abs=1e-3)
+            assert run["share"] >= 0.95
+
+
 def test_memory_of_a_long_head_grows_with_its_length(results):
     """Beyond inputs and results: lse and D of each query, and one pass sums dQ in float32."""
     passes = {(run["d"], run["pass"]) for run in results["long"]}
