@@ -130,7 +130,8 @@ COLUMNS = [(64, False), (64, True), (128, False), (128, True)]  # of both tables
 
 def speeds_in(stored, table, direction):
     """Return {(kernel, d, causal): TFLOP/s} of the run; each must stand so in the table."""
-    rows = re.findall(r"^\| (?:`(\w+)`(, deterministic)?|(PyTorch \w+(?: \(Triton\))?)).*?\| (.*) \|$", table, re.M)
+    name = r"`(\w+)`(, deterministic)?|(PyTorch \w+(?: \(Triton\))?)"
+    rows = re.findall(rf"^\| (?:{name}).*?\| (.*) \|$", table, re.M)
     speeds = {}
     for ours, more, peer, cells in rows:
         for (d, causal), cell in zip(COLUMNS, cells.split(" | "), strict=True):

@@ -149,7 +149,9 @@ def test_absent_tiles_cost_little(results, d, direction):
 def test_ragged_tiles_cost_little(results):
     kernels = {"forward": {"tensor_core", "hopper"}}
     kernels["backward"] = {"tensor_core", "tensor_core, deterministic"}
-    found = {(run["pass"], run["kernel"], run["d"], run["causal"]): run for run in results["ragged"]}
+    found = {
+        (run["pass"], run["kernel"], run["d"], run["causal"]): run for run in results["ragged"]
+    }
     for direction, ours in kernels.items():
         for kernel, (d, causal) in itertools.product(ours, COLUMNS):
             run = found[direction, kernel, d, causal]
