@@ -412,9 +412,10 @@ def _choose_rung(kernel, rungs, of, card_objection=lambda rung: None):
         objections[rung] = objection
     said = "; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items())
     if kernel in FALLBACK:
-        text = f"{said}; {FALLBACK[kernel]} runs instead"
+        instead = _choose_rung(FALLBACK[kernel], rungs, of, card_objection)  # or what it objects to
+        text = f"{said}; {instead} runs instead"
         warnings.warn(text, device.FallbackWarning, stacklevel=5)  # where the caller's call stands
-        return _choose_rung(FALLBACK[kernel], rungs, of, card_objection)
+        return instead
     raise error(said)
 
 
