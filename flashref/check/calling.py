@@ -10,6 +10,7 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import linecache
 import os
 import re
@@ -137,6 +138,7 @@ class Learner:
     name: str
     parameters: dict  #: meaning -> inspect.Parameter, of those that were recognised
     by_position: tuple = ()  #: meanings passed by position, where no name was recognised
+    in_order: tuple = ()  #: names that stand before the first one that was not recognised
     library: str = "numpy"  #: what it wants its arrays as: numpy, torch, torch32, jax, list
 
     def has(self, role):
@@ -160,15 +162,15 @@ class Learner:
             names = {role: role for role in self.by_position}
         else:
             args, named, names = [], dict(arguments), {}
-        # by position as far as the signature goes: that works for wrappers and compiled code too
-        leading = not self.by_position
+        # by position where nothing unknown stands before: that works for wrappers and compiled code
+        # too, and behind a gap a value would land in it
+        leading = True
         kwargs = {}
         for role, parameter in self.parameters.items():
             if role not in named:
                 leading = False
                 continue
-            if parameter.kind is parameter.KEYWORD_ONLY:
-                leading = False
+            leading = leading and parameter.name in self.in_order
             if leading or parameter.kind is parameter.POSITIONAL_ONLY:
                 args.append(named[role])
             else:
@@ -213,7 +215,10 @@ def understand(function, main, options=(), backward=False):
         return Learner(function, name, {}, tuple(needed))
     found = _recognise(signature, [*main, *options])
     if all(role in found for role in needed):
-        learner = Learner(function, name, found)
+        recognised = {parameter.name for parameter in found.values()}
+        names = (parameter.name for parameter in _positional(signature))
+        in_order = tuple(itertools.takewhile(recognised.__contains__, names))
+        learner = Learner(function, name, found, in_order=in_order)
     else:
         learner = _by_position(function, name, signature, found, main, needed, options)
     known = {p.name for p in learner.parameters.values()}
