@@ -35,7 +35,10 @@ def exp_range(dtype):
     >>> print(f"{low:.4f} {high:.4f}")
     -103.9721 88.7228
     """
-    info = np.finfo(dtype)
+    try:
+        info = np.finfo(dtype)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{dtype=} must be a floating-point type, such as float32") from error
     # half the smallest number rounds to 0; the logarithms are taken in halves lest they underflow
     low = np.log(float(info.smallest_subnormal)) - np.log(2)
     return float(low), float(np.log(float(info.max)))
@@ -352,7 +355,7 @@ def _arithmetic(step, m_old, l_old, number, total):
 
 
 def _draw_scores(axes, x, step, m):
-    keys = np.arange(1, len(x) + 1)
+    keys = np.arange(len(x))
     stop = step.cols.stop if step else 0
     start = step.cols.start if step else 0
     height = np.where(np.isfinite(x), x, 0)
@@ -365,23 +368,20 @@ def _draw_scores(axes, x, step, m):
         axes.bar(keys[cols], height[cols], 0.75, **look)
     low, high = min(0, height.min()), max(0, height.max())
     room = 0.25 * ((high - low) or 1)
-    axes.set(ylim=(low - (room if low < 0 else 0), high + room), xlim=(0.4, 1.22 * len(x) + 0.7))
+    axes.set(ylim=(low - (room if low < 0 else 0), high + room), xlim=(-0.6, 1.22 * len(x) - 0.3))
     if len(x) <= 12:
-        for key, s, y in zip(keys, x, height, strict=True):
+        far = height + np.where(height < 0, -0.8, 0.8) * room  # where a score's label ends
+        struck = (np.minimum(height, far) < m) & (m < np.maximum(height, far))
+        ends = np.where(struck, m, height)  # a label that the line would strike stands on it
+        for key, s, y, end in zip(keys, x, height, ends, strict=True):
             va, gap = ("bottom", 2) if y >= 0 else ("top", -2)
             look = {"ha": "center", "va": va, "bbox": {"fc": "white", "ec": "none", "pad": 0.5}}
-            axes.annotate(_score(s), (key, y), (0, gap), textcoords="offset points", **look)
+            axes.annotate(_score(s), (key, end), (0, gap), textcoords="offset points", **look)
         axes.set_xticks(keys)
     if np.isfinite(m):
-        places = np.linspace(*axes.get_xlim(), 500)
-        level = np.full(len(places), float(m))
-        if len(x) <= 12:  # the line leaves out what it would strike through
-            far = height + np.where(height < 0, -0.8, 0.8) * room  # where a score's label ends
-            struck = (np.minimum(height, far) < m) & (m < np.maximum(height, far))
-            for key in keys[struck]:
-                level[abs(places - key) < 0.5] = np.nan
-        axes.plot(places, level, color=RED, linestyle="--", linewidth=1.4)
-        right = axes.get_xlim()[1]  # past the last bar, where no score's label can be in the way
+        left, right = axes.get_xlim()
+        axes.plot([left, right], [m, m], color=RED, linestyle="--", linewidth=1.4)
+        # past the last bar, where no score's label can be in the way
         axes.text(right, m, f"m = {_score(m)}", color=RED, va="bottom", ha="right")
     axes.axhline(0, color=GREY, linewidth=0.8)
     axes.set(xlabel="key", title="scores, and their maximum m so far")
@@ -439,7 +439,7 @@ def merge_tree(x, v, *trees):
     v : float array (n, d_v)
         One value vector per score.
     *trees : nested pairs of int
-        Which to merge with which, keys counted from 1: ((1, 2), (3, 4)) joins two pairs.
+        Which to merge with which, keys counted from 0: ((0, 1), (2, 3)) joins two pairs.
         Several trees are drawn side by side.
 
     Returns
@@ -450,11 +450,11 @@ def merge_tree(x, v, *trees):
     x, v = _row(x), float_array("v", v)
     require(np.isfinite(x).all(), f"{x=} must hold finite scores: each key has a share")
     require(v.ndim == 2 and len(v) == len(x), f"v has shape {v.shape}; give ({len(x)}, d_v)")
-    require(trees, "there is no tree; give nested pairs of keys, as in ((1, 2), (3, 4))")
+    require(trees, "there is no tree; give nested pairs of keys, as in ((0, 1), (2, 3))")
     for tree in trees:
         keys = _leaves(tree)
-        there = isinstance(tree, tuple) and all(is_integer(j) and 1 <= j <= len(x) for j in keys)
-        want = f"nested pairs of different keys from 1 to {len(x)}, as in ((1, 2), (3, 4))"
+        there = isinstance(tree, tuple) and all(is_integer(j) and 0 <= j < len(x) for j in keys)
+        want = f"nested pairs of different keys from 0 to {len(x) - 1}, as in ((0, 1), (2, 3))"
         require(there and len({*keys}) == len(keys), f"{tree=} must be {want}")
     figure = page_figure(4.4, layout="constrained")
     words = []
@@ -481,7 +481,7 @@ def _draw_node(axes, x, v, tree, level, place=0):
             at = (part["x"] + node["x"]) / 2 + gap, (part["y"] + y) / 2  # beside the branch
             axes.text(*at, f"×{label}", ha=side, va="center", fontsize=8.5)
     else:
-        node = {"keys": [tree], "o": v[tree - 1], "lse": x[tree - 1], "x": place, "y": 0}
+        node = {"keys": [tree], "o": v[tree], "lse": x[tree], "x": place, "y": 0}
     one = len(node["keys"]) == 1
     name = ("key " if one else "keys ") + ", ".join(map(str, node["keys"]))
     o = ", ".join(f"{value:.4g}" for value in node["o"])
@@ -503,7 +503,7 @@ def _depth(tree):
 
 
 def _shape(tree):
-    """Return the tree as text: ((1 2) (3 4))."""
+    """Return the tree as text: ((0 1) (2 3))."""
     if not isinstance(tree, tuple):
         return str(tree)
     return "(" + " ".join(_shape(part) for part in tree) + ")"
