@@ -76,6 +76,11 @@ def test_solved_lesson_runs_and_every_check_passes(path):
 SABOTAGES = [
     ("00_start_here", "S = q @ k.T / np.sqrt(q.shape[1])", "S = q @ k.T"),
     ("00_start_here", 'hbm.load("P", P, slice(0, len(P)))', "P"),
+    (
+        "00_start_here",
+        'hbm.store("O", O, slice(0, len(O)), P_all @ V_all)',
+        "O[:] = P_all @ V_all",  # past the memory
+    ),
     ("00_start_here", "/ rows.std(axis=1, keepdims=True)", "/ rows.std()"),
     ("00_start_here", "rows * (d_v + 1)", "rows * d_v"),
     ("00_start_here", "n_k * (d + d_v)", "n_k * d"),
@@ -120,8 +125,40 @@ SABOTAGES = [
     ("03_online_softmax", "merge(merge(a, b), c),", "merge(merge(a, b), b),"),
     ("03_online_softmax", "for x in stream:", "for x in list(stream):"),
     ("03_online_softmax", "np.where(np.isneginf(lse), 0, lse)", "lse"),
+    (
+        "03_online_softmax",
+        """    m, l = -np.inf, 0.0
+    for start in range(0, len(x), block):
+        x_j = x[start : start + block]
+        m_new = max(m, x_j.max())
+        shift = m_new if m_new > -np.inf else 0.0
+        l = np.exp(m - shift) * l + np.exp(x_j - shift).sum()
+        m = m_new
+""",
+        """    m = max(x)
+    l = sum(np.exp(x - m)) if m > -np.inf else 0.0
+""",  # right, over the whole row at once
+    ),
     ("04_flash1_forward", "range(0, n, size)", "range(0, n - size + 1, size)"),
     ("04_flash1_forward", "range(0, n, size)", "range(0, n + 1, size)"),  # an empty block
+    (
+        "04_flash1_forward",
+        "[slice(start, min(start + size, n))",
+        "[range(start, min(start + size, n))",
+    ),
+    (
+        "04_flash1_forward",
+        """    for j in range(0, len(k), Bc):
+        k_j, v_j = k[j : j + Bc], v[j : j + Bc]
+        for i in range(0, n_q, Br):
+            rows = slice(i, i + Br)
+""",
+        """    for i in range(0, n_q, Br):
+        rows = slice(i, i + Br)
+        for j in range(0, len(k), Bc):
+            k_j, v_j = k[j : j + Bc], v[j : j + Bc]
+""",  # right, in FlashAttention-2's order
+    ),
     (
         "04_flash1_forward",
         "(old[:, None] * o[rows] + p",
@@ -159,7 +196,17 @@ SABOTAGES = [
     ("09_masks_and_heads", "(j >= i - window[0])", "(j > i - window[0])"),
     ("09_masks_and_heads", "if causal and j[0] > i[-1] + off", "if causal and j[0] > i[0] + off"),
     ("09_masks_and_heads", "if low > right or high < -left", "if low > right"),
+    (
+        "09_masks_and_heads",  # right numbers, and every empty tile computed
+        "            if causal and j[0] > i[-1] + off:\n                continue\n",
+        "",
+    ),
     ("09_masks_and_heads", "k[j], v[j], causal=causal", "k, v, causal=causal"),
+    (
+        "09_masks_and_heads",  # no rows for a sequence without keys
+        "    return o\n\n\ndef share",
+        "    return o[o.any(axis=1)]\n\n\ndef share",
+    ),
     (
         "09_masks_and_heads",
         "np.repeat(x, H_q // x.shape[-3], axis=-3)",
@@ -168,6 +215,12 @@ SABOTAGES = [
     ("10_block_sparse", "axis=1)[:n_q, :n_k]", "axis=1)"),
     ("10_block_sparse", "if not block_mask[i, j]:", "if block_mask[i, j]:"),
     ("10_block_sparse", "return o, m + np.log(l)", "return o, np.log(l)"),
+    ("10_block_sparse", "return o, m + np.log(l)", "return o"),
+    (
+        "10_block_sparse",  # right numbers, and absent tiles read
+        "                continue\n",
+        "                o += 0 * v[cols].sum()\n                continue\n",
+    ),
     ("10_block_sparse", "np.minimum(first_key + block_k, n_k)", "(first_key + block_k)"),
     ("10_block_sparse", "(old * l[rows])[:, None] * o[rows] + p", "old[:, None] * o[rows] + p"),
     ("10_block_sparse", "first_key <= last_query + n_k - n_q", "first_key <= last_query"),
@@ -195,6 +248,11 @@ SABOTAGES = [
     ),
     ("11_flash3_ideas", "np.stack([a + b, a - b], axis=2)", "np.stack([a + b, b - a], axis=2)"),
     ("11_flash3_ideas", "return x / np.sqrt(d)", "return x"),
+    (
+        "11_flash3_ideas",  # changes no score either
+        "    n, d = x.shape\n    width = d\n",
+        "    return x\n    n, d = x.shape\n    width = d\n",
+    ),
     ("12_gpu_kernels", "(n + threads - 1) // threads", "n // threads"),
     ("12_gpu_kernels", "(n + threads - 1) // threads", "n // threads + 1"),  # right, one too many
     ("12_gpu_kernels", "if i < x.shape[0]:", "if i <= x.shape[0]:"),
