@@ -1,6 +1,7 @@
 """Lessons 01 and 06: what standard attention moves, matrices as maps, how gradients flow back."""
 
 import numpy as np
+from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
 from flashref.inputs import count, float_array, require
@@ -185,7 +186,8 @@ def heat_maps(maps, rows="query i", columns="key j", words=None, digits=3):
     figure = page_figure(height, layout="constrained")
     for at, (name, M) in enumerate(maps.items()):
         axes = figure.add_subplot(1, len(maps), at + 1)
-        image = _draw_map(axes, M, M.min() if _numbered(M) else min(0, M.min()), M.max(), digits)
+        norm = Normalize(M.min() if _numbered(M) else min(0, M.min()), M.max())
+        image = _draw_map(axes, M, norm, digits)
         axes.set(title=name, xlabel=columns, ylabel=rows if at == 0 else "")
         _name_ticks(axes, M.shape, names, first=at == 0)
         if not _numbered(M):
@@ -198,10 +200,10 @@ def _numbered(M):
     return M.shape[1] <= 8
 
 
-def _draw_map(axes, M, low, high, digits):
+def _draw_map(axes, M, norm, digits, cmap="Blues"):
     """Draw one matrix, with its numbers where they fit; return what a colour bar needs."""
     grid = {"color": "white", "linewidth": 1} if _numbered(M) else {"color": PALE, "linewidth": 0.6}
-    image = axes.imshow(M, cmap="Blues", vmin=low, vmax=high, aspect="auto")
+    image = axes.imshow(M, cmap=cmap, norm=norm, aspect="auto")
     for edge in range(len(M) + 1):
         axes.axhline(edge - 0.5, **grid)
     for edge in range(M.shape[1] + 1):
@@ -254,6 +256,17 @@ def _number(value, digits):
 # Lesson 06
 
 
+SIGNED = LinearSegmentedColormap.from_list("signed", [RED, "white", BLUE], 257)  # odd: 0 is white
+
+
+def _signed_root(x):
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+def _signed_square(x):
+    return x * np.abs(x)
+
+
 @styled
 def softmax_jacobian(y):
     """Draw the Jacobian of a softmax row as what it is: diag(y) minus the outer product of y.
@@ -266,7 +279,8 @@ def softmax_jacobian(y):
     Returns
     -------
     picture : Picture
-        Three maps on one scale, the sum of each row beside it.
+        Three maps on one scale, the sum of each row beside it. Blue is above zero, orange below;
+        its depth grows like the square root of the number, so that a small one shows its sign.
     """
     y = _shares(y)
     parts = [
@@ -274,13 +288,14 @@ def softmax_jacobian(y):
         (r"$y\,y^\top$", np.outer(y, y)),
         (r"$J = \mathrm{diag}(y) - y\,y^\top$", np.diag(y) - np.outer(y, y)),
     ]
-    low, high = parts[2][1].min(), y.max()
+    norm = FuncNorm((_signed_root, _signed_square), -y.max(), y.max())
     figure = page_figure(0.42 * len(y) + 0.95)
     room = 0.42 / figure.get_figheight(), 0.53 / figure.get_figheight()  # title, and axis below
     places = {"left": 0.05, "right": 0.93, "top": 1 - room[0], "bottom": room[1], "wspace": 0.36}
     axes = figure.subplots(1, 3, gridspec_kw=places)
     for panel, (title, M), sign in zip(axes, parts, ("−", "=", ""), strict=True):
-        _draw_map(panel, M, low, high, 3)
+        _draw_map(panel, M, norm, 3, SIGNED)
+        panel.spines[:].set(visible=True, color=PALE)  # zeros are as white as the page
         panel.set(title=title, xticks=range(len(y)), yticks=range(len(y)), xlabel="score j")
         beside = {"transform": panel.get_yaxis_transform(), "ha": "center", "va": "center"}
         for i, total in enumerate(M.sum(axis=1)):

@@ -509,8 +509,8 @@ def break_even(n, d):
     Raises
     ------
     TypeError, ValueError
-        If a size is not an integer of at least 1, or N is so small, below about d/4, that standard
-        attention always moves less.
+        If a size is not an integer of at least 1, or N is d/2 + 1 or less: standard attention then
+        moves less than FlashAttention-1 with all keys in one block, 4N² + 4Nd against 6N(d + 1).
 
     Examples
     --------
@@ -546,7 +546,9 @@ def _rule_fits(sram_elements, d):
 
 def _last_misfit(d):
     """Return the largest M at which the rule's tiles, with S, m and l, do not fit."""
-    M = np.arange(1, 16 * d * d + 64 * d)  # beyond, B_r = d and the need grows by 3/4 of M's growth
-    block_k = -(-M // (4 * d))
-    need = sum(io_model.forward_tiles(np.minimum(block_k, d), block_k, d, d).values())
-    return int(M[need > M].max(initial=0))
+    last = 0
+    for block_k in range(1, 4 * d + 17):  # beyond, B_r = d and the need grows by 3/4 of M's growth
+        need = sum(io_model.forward_tiles(min(block_k, d), block_k, d, d).values())
+        most = min(4 * d * block_k, need - 1)  # of the M that the rule gives these blocks to
+        last = most if most > 4 * d * (block_k - 1) else last
+    return last

@@ -105,6 +105,8 @@ SABOTAGES = [
     ("06_standard_backward", "(dp - (p * dp).sum(axis=1, keepdims=True))", "dp"),
     ("06_standard_backward", "tau * ds.T @ q, dv", "ds.T @ q, dv"),
     ("06_standard_backward", "(2 * h)", "h"),
+    ("06_standard_backward", "(f(up) - f(down)) / (2 * h)", "(f(up) - f(x)) / h"),
+    ("06_standard_backward", "h = 1e-5", "h = 1e-9"),
     ("06_standard_backward", "if not np.allclose(gradient", "if np.allclose(gradient"),
     ("06_standard_backward", "- do[i] @ o[i]", ""),
     ("06_standard_backward", "dk += tau", "dk = tau"),
@@ -171,6 +173,7 @@ SABOTAGES = [
     ),
     ("04_flash1_forward", "O_i - P_ij @ V_j", "O_i + P_ij @ V_j"),
     ("04_flash1_forward", "for k_j, v_j in stream:", "for k_j, v_j in list(stream):"),
+    ("07_flash1_backward", " / (1 - dropout_p)", ""),
     ("07_flash1_backward", "@ k_j.T - lse_i[:, None]", "@ k_j.T"),
     ("07_flash1_backward", "(2 * d + 2 * d_v + 1)", "(4 * d + 1)"),
     (

@@ -45,6 +45,12 @@ def test_exp_ends_where_the_picture_says(dtype):
         assert np.exp(dtype(low + near[0])) > 0 == np.exp(dtype(low - near[0]))
 
 
+@pytest.mark.parametrize("dtype", ["zz", int])
+def test_a_type_without_fractions_has_no_such_ends(dtype):
+    with pytest.raises((TypeError, ValueError), match=f"dtype={dtype!r} must be a floating-point"):
+        plots.exp_range(dtype)
+
+
 def test_exp_picture_marks_the_end_of_each_type():
     picture = plots.exp_overflow()
     shown = " ".join(text for axes in picture.figure.axes for text in texts(axes))

@@ -172,6 +172,20 @@ def test_jacobian_is_the_derivative_of_softmax_drawn_as_a_difference():
     assert [texts(axes)[-1] for axes in picture.figure.axes[:2]] == ["−", "="]
 
 
+@pytest.mark.parametrize("y", [P[2], P[0], np.full(8, 1 / 8)])
+def test_the_colour_of_a_jacobian_tells_the_sign(y):
+    for axes in plots.softmax_jacobian(y).figure.axes:
+        image = axes.images[0]
+        M = np.asarray(image.get_array())
+        red, _, blue, _ = np.moveaxis(image.cmap(image.norm(M)), -1, 0)
+        shown = np.abs(M) > 1e-3 * y.max()  # below that the number stands for the colour
+        np.testing.assert_array_equal(np.sign(np.round(blue - red, 2))[shown], np.sign(M)[shown])
+        assert (image.cmap(image.norm(0.0))[:3] == np.ones(3)).all()
+        for text, value in zip(axes.texts, M.ravel(), strict=False):
+            ground, ink = luminance(image.cmap(image.norm(value))), luminance(text.get_color())
+            assert abs(ground - ink) > 0.3, value
+
+
 @pytest.mark.parametrize("y, dy", [
     (P[2], [3.0, 7, 11, 15]),
     (P[1], [2.0, 4, 6, 8]),

@@ -224,6 +224,7 @@ def test_arrays_and_steps_do_not_change_behind_a_readers_back():
     ({"sram_elements": 20}, "sram_elements=20 are available"),
     ({"causal": "left"}, "causal='left'"),
     ({"step": 5}, "step=5 is not there; the steps go from 0 to 4"),
+    ({"step": 1.5}, "step=1.5 is not there; the steps go from 0 to 4"),
 ])  # fmt: skip
 def test_bad_arguments_become_one_clear_sentence(options, message):
     with pytest.raises((TypeError, ValueError), match=message):

@@ -215,6 +215,14 @@ def test_break_even_is_the_first_M_at_which_it_pays():
     assert [round(break_even(8192, d) / d**2, 2) for d in (32, 64, 128)] == [3.13, 3.06, 3.03]
 
 
+@pytest.mark.parametrize("d", [1, 2, 7, 64, 127])
+def test_short_sequences_have_no_break_even(d):
+    last = d // 2 + 1
+    assert break_even(last + 1, d) <= 4 * d * (last + 1)
+    with pytest.raises(ValueError, match=f"n={last} is too small for d={d}"):
+        break_even(last, d)
+
+
 @pytest.mark.parametrize("d, last", [(64, 33_855), (128, 133_247)])
 def test_the_rules_tiles_always_fit_from_there_on(d, last):
     assert _last_misfit(d) == last

@@ -10,6 +10,7 @@ def finish(m, l, O):
 
 
 def my_attention(q, k, v, Br, Bc):
+    assert q.ndim == 2, "one head"
     scale = 1 / np.sqrt(q.shape[1])
     o, lse = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
     for i in range(0, len(q), Br):
@@ -37,6 +38,7 @@ def best_square(M, d, d_v):
 
 
 def my_gradients(do, q, k, v, o, lse, Br, Bc):
+    assert q.ndim == 2, "one head"
     scale = 1 / np.sqrt(q.shape[1])
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     D = (do * o).sum(axis=1)
