@@ -47,6 +47,37 @@ def test_worked_lengths(kind, options, length):
     assert found.length == length and type(found.length) is int
 
 
+def third_buffer(kind, **times):
+    """Return the lengths with two buffers and with three."""
+    return tuple(flash3.schedule(kind, buffers=buffers, **times).length for buffers in (2, 3))
+
+
+def test_what_a_third_buffer_is_worth():
+    """The answers to the questions at lesson 11's explorer."""
+    for kind in ("in sequence", "producer and consumer", "first come, first served", "ping-pong"):
+        two, three = third_buffer(kind)
+        assert two == three, kind
+    for kind in ("two-stage", "ping-pong, two-stage"):
+        two, three = third_buffer(kind)
+        assert two > three, kind
+        two, three = third_buffer(kind, softmax=5)
+        assert two == three, kind
+    assert third_buffer("ping-pong", load=5) == (39, 37)
+    assert third_buffer("first come, first served", load=7) == (39, 41)
+    assert third_buffer("ping-pong", softmax=3)[1] == 37
+    assert third_buffer("ping-pong, two-stage", softmax=3)[1] == 36
+    with pytest.raises(ValueError, match="buffers=4 is enough"):
+        flash3.schedule("one after the other", buffers=3)
+
+
+@pytest.mark.parametrize("load", [2, 7, 8, 9, 12])
+def test_one_block_more_costs_its_products_or_its_load(load):
+    """Two tiles keep the tensor core busy for 2 (2 + 2) = 8 on each block."""
+    times = {"load": load, "buffers": 3}
+    five, six = (flash3.schedule("ping-pong, two-stage", n, **times).length for n in (5, 6))
+    assert six - five == max(8, load)
+
+
 def test_worked_shares():
     assert flash3.schedule("ping-pong", load=0).busy("tensor core") == 1
     one_by_one = flash3.schedule("one after the other", load=0, buffers=4)
