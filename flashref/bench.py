@@ -21,6 +21,7 @@ import numpy as np
 
 import flashref
 from flashref import flash2, heads
+from flashref.cli import new_file
 from flashref.info import machine
 
 
@@ -36,7 +37,9 @@ def main(argv=None):
     parser.add_argument("--heads", type=_at_least_1, default=8, help="default 8")
     parser.add_argument("--rounds", type=_at_least_1, default=5, help="of each; default 5")
     parser.add_argument("--quick", action="store_true", help="a quarter of the length, for a look")
-    parser.add_argument("--json", metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument(
+        "--json", type=new_file, metavar="FILE", help="also write the figures to FILE"
+    )
     parser.add_argument("--peak", metavar="N", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.peak:

@@ -11,6 +11,7 @@ import numpy as np
 from flashref import flash1, heads, io_model
 from flashref.heads import Options, Tiling
 from flashref.inputs import count
+from flashref.scores import need_block_mask
 
 
 def block_sparse_attention(
@@ -48,6 +49,10 @@ def block_sparse_attention(
     TypeError, ValueError
         Before any work, naming the argument, its value, and what would be right.
 
+    Notes
+    -----
+    What must be in range is as in `flash_attention_1`.
+
     Examples
     --------
     >>> import numpy as np
@@ -60,10 +65,7 @@ def block_sparse_attention(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
-    if block_mask is None:
-        raise TypeError(
-            "block_mask=None must be a boolean array (T_r, T_c), True = the tile is there"
-        )
+    need_block_mask(block_mask)
     tiling = Tiling(io_model.forward_tiles, block_q, block_k, block_mask)
     return heads.forward(flash1.forward_head, q, k, v, options, tiling, return_lse)
 
@@ -113,10 +115,7 @@ def block_sparse_attention_backward(
         scale, causal, window, mask, bias, alibi_slopes, softcap, dropout_p, seed, memory
     )
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
-    if block_mask is None:
-        raise TypeError(
-            "block_mask=None must be a boolean array (T_r, T_c), True = the tile is there"
-        )
+    need_block_mask(block_mask)
     tiling = Tiling(io_model.fa1_backward_tiles, block_q, block_k, block_mask)
     return heads.backward(flash1.backward_head, do, q, k, v, dict(o=o, lse=lse), options, tiling)
 
@@ -239,7 +238,7 @@ def random_pattern(t, per_row, seed):
     t, per_row : int
         Blocks on each side; blocks per row beside the diagonal, fewer than t.
     seed : int
-        Of NumPy's default generator.
+        At least 0; of NumPy's default generator.
 
     Returns
     -------
@@ -254,7 +253,7 @@ def random_pattern(t, per_row, seed):
     per_row = count("per_row", per_row, least=0)
     if per_row >= t:
         raise ValueError(f"per_row={per_row} must be below {t=}: a row has {t - 1} other blocks")
-    order = np.random.default_rng(seed).random((t, t))
+    order = np.random.default_rng(count("seed", seed, least=0)).random((t, t))
     order[i == j] = -1  # the diagonal comes first, then the others by lot
     return order.argsort(axis=1).argsort(axis=1) <= per_row
 

@@ -7,6 +7,8 @@ documentation.
 import argparse
 import importlib
 import importlib.util
+import os
+from pathlib import Path
 
 import flashref
 
@@ -21,6 +23,7 @@ exit codes:
   0    all is well
   1    the command ran and says no: a check failed
   2    the command could not be understood, or lacks a package that it names
+  3    check: there was nothing to check
   130  interrupted
 """
 
@@ -37,6 +40,16 @@ def _exists(module):
         return False
 
 
+def new_file(text):
+    """Return the path of a file to write, for `type=` of argparse: better refused than lost."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    return path
+
+
 def main(argv=None):
     """Run one command and return its exit code.
 
@@ -48,8 +61,8 @@ def main(argv=None):
     Returns
     -------
     code : int
-        0 all is well; 1 the command says no; 2 it was not understood or lacks a package; 130
-        interrupted.
+        0 all is well; 1 the command says no; 2 it was not understood or lacks a package; 3 there
+        was nothing to check; 130 interrupted.
     """
     known = commands()
     parser = argparse.ArgumentParser(

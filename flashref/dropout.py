@@ -60,10 +60,9 @@ def check_dropout(p, seed, name):
     """Return (p, seed) as a float and an int, or raise; `name` is what the caller calls p."""
     p = finite_number(name, p, "; 0 <= p < 1")
     require(0 <= p < 1, f"{name}={p!r} must be at least 0 and below 1")
-    if p == 0:
-        return p, 0
     if seed is None:
-        raise ValueError(f"seed=None: {name}={p} needs an integer seed, to make the mask again")
+        require(p == 0, f"seed=None: {name}={p} needs an integer seed, to make the mask again")
+        return p, 0
     if not is_integer(seed):
         raise TypeError(f"seed={seed!r} must be an integer")
     return p, int(seed)

@@ -54,6 +54,11 @@ def flash_attention_2(
     TypeError, ValueError
         Before any work, naming the argument, its value, and what would be right.
 
+    Notes
+    -----
+    Sums of exp(S - m) V are divided by l at the end, so l times the largest |v| must be in range;
+    `standard_attention` divides first. Scores out of range are treated as there.
+
     Examples
     --------
     >>> q, k, v = [[1.0]], [[0.0], [1.0], [2.0]], [[1.0], [2.0], [4.0]]

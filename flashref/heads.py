@@ -66,6 +66,7 @@ class Tiling:
     default_blocks: tuple = FORWARD_BLOCKS
 
 
+@np.errstate(all="ignore")  # casts may overflow and underflow, sums of gradients be inf - inf
 def forward(algorithm, q, k, v, options, tiling, return_lse):
     """Run a forward algorithm on every head; return o, or (o, lse)."""
     (q, k, v), dtype, result_dtype = _arrays(q=q, k=k, v=v)
@@ -76,10 +77,11 @@ def forward(algorithm, q, k, v, options, tiling, return_lse):
         K, V = _kv_head(k, index, lead), _kv_head(v, index, lead)
         plan.add((q[index], K, V, o[index], lse[index]), index, n_q, n_k)
     plan.run(algorithm)
-    o = _cast(o, result_dtype)
+    o = o.astype(result_dtype, copy=False)
     return (o, lse) if return_lse else o
 
 
+@np.errstate(all="ignore")
 def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tiling, return_lse):
     """Run a forward algorithm on every head of every packed sequence; return o, or (o, lse)."""
     (q, k, v), dtype, result_dtype = _arrays(q=q, k=k, v=v)
@@ -103,10 +105,11 @@ def forward_packed(algorithm, q, k, v, cu_seqlens_q, cu_seqlens_k, options, tili
         Q, K, V = q[rows, h], k[cols, kv_head], v[cols, kv_head]
         plan.add((Q, K, V, o[rows, h], lse[h, rows]), (b, h), len(Q), len(K))
     plan.run(algorithm)
-    o = _cast(o, result_dtype)
+    o = o.astype(result_dtype, copy=False)
     return (o, lse) if return_lse else o
 
 
+@np.errstate(all="ignore")
 def backward(algorithm, do, q, k, v, saved, options, tiling):
     """Run a backward algorithm on every head; return (dq, dk, dv).
 
@@ -129,13 +132,13 @@ def backward(algorithm, do, q, k, v, saved, options, tiling):
         plan.add((*inputs, dq[index], dk[index], dv[index]), index, n_q, n_k)
     plan.run(algorithm)
     dk, dv = _sum_groups(dk, k), _sum_groups(dv, v)
-    return tuple(_cast(x, result_dtype) for x in (dq, dk, dv))
+    return tuple(x.astype(result_dtype, copy=False) for x in (dq, dk, dv))
 
 
 def num_threads():
     """Return how many threads a call may use: `FLASHREF_NUM_THREADS`, else the usable cores."""
     asked = os.environ.get("FLASHREF_NUM_THREADS")
-    if asked is not None:
+    if asked:  # set, and not to nothing
         require(
             asked.isdecimal() and int(asked) > 0,
             f"FLASHREF_NUM_THREADS={asked!r} must be an integer of at least 1",
@@ -150,9 +153,9 @@ class _Plan:
 
     def __init__(self, options, tiling, lead, n_q, n_k, d, d_v, dtype):
         self.lead, self.d, self.d_v, self.tiling, self.jobs = lead, d, d_v, tiling, []
+        self.threads = num_threads()
         self.rules = check_rules(options, d)
-        if self.rules["softcap"] and self.rules["softcap"] > float(np.finfo(dtype).max):
-            self.rules["softcap"] = None  # no number reaches it
+        _check_range(self.rules, dtype)
         self.mask = self.bias = self.slopes = self.block_mask = None
         if options.mask is not None:
             mask = bool_array("mask", options.mask, "; for additive values use bias")
@@ -162,7 +165,8 @@ class _Plan:
             self.bias = _per_head("bias", bias, lead, (n_q, n_k))
         if options.alibi_slopes is not None:
             slopes = float_array("alibi_slopes", options.alibi_slopes)
-            require(np.isfinite(slopes).all(), f"alibi_slopes={slopes} must all be finite")
+            finite = np.isfinite(slopes.astype(dtype)).all()
+            require(finite, f"alibi_slopes={slopes} must all be finite as {dtype}, like the scores")
             self.slopes = _broadcast("alibi_slopes", slopes, lead)
         self.hbm = _check_memory(options.memory)
         self.block_q, self.block_k = self._block_sizes(n_q, n_k)
@@ -191,7 +195,7 @@ class _Plan:
         """Run the algorithm on every job, in threads where that pays and nobody counts."""
         work = sum(scores.n_q * scores.n_k for _, scores in self.jobs)
         counted = self.hbm is not DIRECT
-        threads = 1 if counted or work < THREADS_FROM or not _blas() else num_threads()
+        threads = 1 if counted or work < THREADS_FROM or not _blas() else self.threads
         jobs = self.jobs
         if threads > 1 and self.tiling.rows_in_parallel:
             jobs = [(arrays, part) for arrays, scores in jobs for part in scores.by_rows()]
@@ -202,7 +206,8 @@ class _Plan:
             arrays, scores = job
             scores.buffers = vars(local)  # each thread has its own
             self.hbm.head = scores.head
-            with np.errstate(all="ignore"):  # masked NaN and inf are expected on the way
+            # masked NaN and inf are expected on the way; a new thread ignores nothing by itself
+            with np.errstate(all="ignore"):
                 algorithm(*arrays, scores, self.hbm)
 
         with _one_blas_thread:
@@ -298,15 +303,14 @@ def _like_output(name, x, shape, dtype):
     """Return do, o or lse in the dtype to calculate in, if it has the shape of the output."""
     x = float_array(name, x)
     require(x.shape == shape, f"{name} has shape {x.shape}; q and v ask for {shape}")
-    with np.errstate(over="ignore"):
-        return np.ascontiguousarray(x, dtype)
+    return np.ascontiguousarray(x, dtype)
 
 
 def _check_cu_seqlens(name, ends, of, total):
     """Return the ends of the packed sequences as a list of ints that runs from 0 to total."""
     ends = any_array(name, ends)
     values = np.array2string(ends, separator=", ", threshold=12)
-    if ends.dtype.kind not in "iu":
+    if ends.dtype.kind not in "iu" and ends.size:  # [] is read as an array of floats
         raise TypeError(f"{name}={values} has dtype {ends.dtype}; it must hold integers")
     rule = f"it must run from 0 to the packed length of {of}, {total}, and never fall"
     ok = ends.ndim == 1 and len(ends) and ends[0] == 0 and ends[-1] == total
@@ -326,6 +330,18 @@ def check_rules(options, d):
     return dict(
         scale=scale, causal=causal, window=window, softcap=softcap, dropout_p=dropout_p, seed=seed
     )
+
+
+def _check_range(rules, dtype):
+    """Refuse a scale or softcap that is inf or 0 in the dtype of the scores; drop a large cap."""
+    largest, scale, softcap = float(np.finfo(dtype).max), rules["scale"], rules["softcap"]
+    if abs(scale) > largest:
+        raise ValueError(f"scale={scale!r} must be within ±{largest:.4g}: the scores are {dtype}")
+    if softcap and dtype.type(softcap) == 0:
+        hint = "give 0 or None for no cap"
+        raise ValueError(f"softcap={softcap!r} is 0 in {dtype}, as the scores are; {hint}")
+    if softcap and softcap > largest:
+        rules["softcap"] = None  # no number reaches it
 
 
 def _check_memory(memory):
@@ -356,12 +372,6 @@ def _same_numbers(bias, dtype):
         return bias
     low, high = np.finfo(dtype).min, np.finfo(dtype).max
     return np.where(np.isinf(bias), bias, np.clip(bias, low, high)).astype(dtype)
-
-
-def _cast(x, dtype):
-    """Return x in the dtype of the results; float16 has no number beyond 65504."""
-    with np.errstate(over="ignore"):
-        return x.astype(dtype, copy=False)
 
 
 @functools.cache

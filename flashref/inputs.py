@@ -24,7 +24,7 @@ def float_array(name, x):
     return array.astype(array.dtype.newbyteorder("="), copy=False)
 
 
-def bool_array(name, x, instead):
+def bool_array(name, x, instead=""):
     """Return x as a boolean array; `instead` tells what to use for other kinds of values."""
     array = any_array(name, x)
     if array.dtype != bool:

@@ -9,7 +9,7 @@ for one head. T_r = ⌈n_q/B_r⌉ and T_c = ⌈n_k/B_c⌉; t is the sum of the r
 from dataclasses import dataclass
 
 from flashref.inputs import count, finite_number, require
-from flashref.scores import EMPTY, check_block_mask, check_causal, check_window, tile_kinds
+from flashref.scores import EMPTY, need_block_mask, tile_kinds
 from flashref.softmax import blocks, length
 
 
@@ -131,6 +131,7 @@ def block_sparse_traffic(
     >>> block_sparse_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (4224, 2304)
     """
+    need_block_mask(block_mask)
     *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
     return _fa1(*sizes, t)
 
@@ -157,6 +158,7 @@ def block_sparse_backward_traffic(
     >>> block_sparse_backward_traffic(64, 64, 16, 16, block_mask=diagonal, block_q=16, block_k=16)
     (6208, 6144)
     """
+    need_block_mask(block_mask)
     *sizes, t, _ = _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask)
     return _fa1_backward(*sizes, t)
 
@@ -217,13 +219,8 @@ def _sizes(n_q, n_k, d, d_v):
 
 def _visited(n_q, n_k, d, d_v, block_q, block_k, causal, window, block_mask=None):
     """Return the sizes as Python ints, and (t, u): the rows and columns of all visited tiles."""
-    sizes = n_q, n_k, d, d_v = _sizes(n_q, n_k, d, d_v)
+    sizes = n_q, n_k, *_ = _sizes(n_q, n_k, d, d_v)
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
-    causal, window = check_causal(causal), check_window(window)
-    if block_mask is not None:
-        block_mask = check_block_mask(block_mask, n_q, n_k, block_q, block_k)
-        shape = block_mask.shape
-        require(len(shape) == 2, f"block_mask has shape {shape}; one head's has {shape[-2:]}")
     kinds = tile_kinds(
         n_q, n_k, block_q, block_k, causal=causal, window=window, block_mask=block_mask
     )
@@ -266,6 +263,7 @@ def forward_tiles(rows, cols, d, d_v):
     >>> sum(forward_tiles(16, 32, 16, 16).values())
     2080
     """
+    rows, cols, d, d_v = _tile_sizes(rows, cols, d, d_v)
     return dict(
         Q=rows * d, K=cols * d, V=cols * d_v, O=rows * d_v, S=rows * cols, m=rows, l=rows
     )  # fmt: skip
@@ -289,6 +287,7 @@ def fa2_backward_tiles(rows, cols, d, d_v):
     >>> sum(fa2_backward_tiles(16, 32, 16, 16).values())
     3872
     """
+    rows, cols, d, d_v = _tile_sizes(rows, cols, d, d_v)
     return dict(
         Q=rows * d, dO=rows * d_v, dQ=rows * d, L=rows, D=rows,
         K=cols * d, V=cols * d_v, dK=cols * d, dV=cols * d_v, P=rows * cols, dS=rows * cols,
@@ -313,7 +312,14 @@ def fa1_backward_tiles(rows, cols, d, d_v):
     >>> sum(fa1_backward_tiles(16, 32, 16, 16).values())
     4128
     """
+    rows, cols, d, d_v = _tile_sizes(rows, cols, d, d_v)
     return dict(O=rows * d_v, **fa2_backward_tiles(rows, cols, d, d_v))
+
+
+def _tile_sizes(rows, cols, d, d_v):
+    """Return the sizes of a tile as Python ints; where there is nothing to see, it is empty."""
+    least = (("rows", rows, 0), ("cols", cols, 0), ("d", d, 1), ("d_v", d_v, 0))
+    return [count(*size) for size in least]
 
 
 def fitting_block(
@@ -334,12 +340,21 @@ def fitting_block(
     -------
     b : int
 
+    Raises
+    ------
+    TypeError, ValueError
+        If a size is not an integer of at least 1 (d_v: 0), or both sides are given.
+
     Examples
     --------
     >>> fitting_block(16384, 64, 64)
     52
     """
     sram_elements = count("sram_elements", sram_elements, hint=" (elements, not bytes)")
+    d, d_v = count("d", d), count("d_v", d_v, least=0)
+    sides = (("block_q", block_q), ("block_k", block_k))
+    block_q, block_k = (None if side is None else count(name, side) for name, side in sides)
+    require(not (block_q and block_k), f"{block_q=} and {block_k=} leave no side to fit")
     b = 0
     step = 1 << sram_elements.bit_length()
     while step:  # binary search: the need grows with b

@@ -56,6 +56,14 @@ def check_block_mask(block_mask, n_q, n_k, block_q, block_k):
     return block_mask
 
 
+def need_block_mask(block_mask):
+    """Refuse None, which elsewhere says that all tiles are there."""
+    if block_mask is None:
+        raise TypeError(
+            "block_mask=None must be a boolean array (T_r, T_c), True = the tile is there"
+        )
+
+
 def offset(n_q, n_k, causal):
     """Return off: query i stands at key position i + off (bottom-right unless "top-left")."""
     return 0 if causal == "top-left" else n_k - n_q
@@ -90,6 +98,11 @@ def tile_kinds(
     kinds : int8 array (T_r, T_c)
         EMPTY, PARTIAL or FULL.
 
+    Raises
+    ------
+    TypeError, ValueError
+        Naming the argument, its value, and what would be right.
+
     Examples
     --------
     >>> print(tile_kinds(8, 8, 2, 4, causal=True))
@@ -98,7 +111,22 @@ def tile_kinds(
      [2 1]
      [2 1]]
     """
+    n_q, n_k = count("n_q", n_q, least=0), count("n_k", n_k, least=0)
     block_q, block_k = count("block_q", block_q), count("block_k", block_k)
+    causal, window = check_causal(causal), check_window(window)
+    if mask is not None:
+        mask = bool_array("mask", mask)
+        fits = mask.ndim == 2 and mask.shape[0] in (1, n_q) and mask.shape[1] in (1, n_k)
+        require(fits, f"mask has shape {mask.shape}; give ({n_q} or 1, {n_k} or 1)")
+    if block_mask is not None:
+        block_mask = check_block_mask(block_mask, n_q, n_k, block_q, block_k)
+        shape = block_mask.shape
+        require(len(shape) == 2, f"block_mask has shape {shape}; one head's has {shape[-2:]}")
+    return _tile_kinds(n_q, n_k, block_q, block_k, causal, window, mask, block_mask)
+
+
+def _tile_kinds(n_q, n_k, block_q, block_k, causal, window, mask, block_mask):
+    """Return what `tile_kinds` does, of arguments that are checked."""
     left, right = reach(n_q, n_k, causal, window)
     first_row, first_col = np.arange(0, n_q, block_q)[:, None], np.arange(0, n_k, block_k)
     last_row = np.minimum(first_row + block_q, n_q) - 1
@@ -151,8 +179,7 @@ class Scores:
         self.off = offset(self.n_q, self.n_k, self.causal)
         self.left, self.right = reach(self.n_q, self.n_k, self.causal, self.window)
         sizes = (self.n_q, self.n_k, self.block_q, self.block_k)
-        rules = dict(causal=self.causal, window=self.window)
-        self.kinds = tile_kinds(*sizes, **rules, mask=self.mask, block_mask=self.block_mask)
+        self.kinds = _tile_kinds(*sizes, self.causal, self.window, self.mask, self.block_mask)
 
     def by_rows(self):
         """Return one `Scores` per block of rows: work that may run at the same time."""

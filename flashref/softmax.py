@@ -6,6 +6,9 @@ FlashAttention-1 (arXiv:2205.14135) §3.1 joins two blocks of a row by the same 
 
 The state of a row is (m, l): its maximum so far, and the sum of exp(x - m) so far. Nothing seen yet
 is (-inf, 0). The end of the file holds the few lines that every attention algorithm shares.
+
+No score makes a public function here warn or raise, whatever the caller's `np.errstate` says: exp
+may underflow to 0, and infinite scores give what is written below.
 """
 
 from typing import NamedTuple
@@ -33,6 +36,11 @@ def naive_softmax(x, axis=-1):
     -------
     p : array of the shape and dtype of x
 
+    Raises
+    ------
+    TypeError, ValueError
+        If axis is no axis of x.
+
     Examples
     --------
     >>> import numpy as np
@@ -41,8 +49,8 @@ def naive_softmax(x, axis=-1):
     >>> print(naive_softmax([1000.0, 0.0]))
     [nan  0.]
     """
-    x, s = _scores(x)
-    with np.errstate(over="ignore", invalid="ignore"):  # its failures are the lesson
+    x, s = _scores(x, axis)
+    with np.errstate(all="ignore"):  # its failures are the lesson
         e = np.exp(s)
         return (e / e.sum(axis=axis, keepdims=True)).astype(x.dtype)
 
@@ -63,13 +71,18 @@ def safe_softmax(x, axis=-1):
     -------
     p : array of the shape and dtype of x
 
+    Raises
+    ------
+    TypeError, ValueError
+        If axis is no axis of x.
+
     Examples
     --------
     >>> print(safe_softmax([1000.0, 1000.0]))
     [0.5 0.5]
     """
-    x, s = _scores(x)
-    with np.errstate(invalid="ignore"):  # inf - inf: a score of +inf makes its row NaN
+    x, s = _scores(x, axis)
+    with np.errstate(all="ignore"):  # inf - inf: a score of +inf makes its row NaN
         m = s.max(axis=axis, keepdims=True, initial=-np.inf)
         e = np.exp(s - finite(m))
         return (e / nonzero(e.sum(axis=axis, keepdims=True))).astype(x.dtype)
@@ -97,7 +110,7 @@ def online_softmax(x, block=1, axis=-1):
     Raises
     ------
     TypeError, ValueError
-        If block is not an integer of at least 1, or axis no integer.
+        If block is not an integer of at least 1, or axis is no axis of x.
 
     Examples
     --------
@@ -106,18 +119,16 @@ def online_softmax(x, block=1, axis=-1):
     [0.125 0.25  0.625]
     """
     block = count("block", block)
-    if not is_integer(axis):
-        raise TypeError(f"axis={axis!r} must be an integer: the scores of one axis come in order")
-    x, s = _scores(x)
+    x, s = _scores(x, axis)
     s = np.moveaxis(s, axis, -1)  # (..., n)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         # pass 1: maximum and sum together (lines 1-6)
         m, l = empty_state(s.shape[:-1], s.dtype)
         for cols in blocks(s.shape[-1], block):
             m, l, _ = _add_block(m, l, *_block_state(s[..., cols]))
         # pass 2: the output (lines 7-9)
         p = np.exp(s - finite(m)[..., None]) / nonzero(l)[..., None]
-    return np.moveaxis(p, -1, axis).astype(x.dtype)
+        return np.moveaxis(p, -1, axis).astype(x.dtype)
 
 
 class Step(NamedTuple):
@@ -158,6 +169,11 @@ def online_softmax_steps(x, v=None, block=1):
     TypeError, ValueError
         If block is not an integer of at least 1, or v has not one row per score.
 
+    Notes
+    -----
+    `.o` is multiplied by l and divided again in each step, so l times the largest |v| must be in
+    range.
+
     Examples
     --------
     >>> for step in online_softmax_steps([1, 2, 3, 10], [[1], [3], [5], [7]], block=2):
@@ -169,13 +185,14 @@ def online_softmax_steps(x, v=None, block=1):
     _, s = _scores(x)
     require(s.ndim >= 1, f"x has shape {s.shape}; give at least one row of scores, (n,)")
     if v is not None:
-        v = float_array("v", v).astype(s.dtype, copy=False)
+        v = float_array("v", v)
         want = f"one value vector per score: ({s.shape[-1]}, d_v)"
         require(v.ndim == 2 and len(v) == s.shape[-1], f"v has shape {v.shape}; give {want}")
     m, l = empty_state(s.shape[:-1], s.dtype)
     o = None if v is None else np.zeros((*m.shape, v.shape[1]), s.dtype)
     steps = []
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
+        v = None if v is None else v.astype(s.dtype, copy=False)
         for cols in blocks(s.shape[-1], block):
             m_block, l_block = _block_state(s[..., cols])
             l_prev = l
@@ -231,7 +248,7 @@ def merge_attention(o_a, lse_a, o_b, lse_b):
     o_dtype, lse_dtype = np.result_type(o_a, o_b), compute_dtype(lse_a, lse_b)
     dtype = compute_dtype(o_dtype, lse_dtype)
     lse_a, lse_b = lse_a.astype(dtype), lse_b.astype(dtype)
-    with np.errstate(invalid="ignore"):
+    with np.errstate(all="ignore"):
         # relative to the larger lse the weights stay exact, however large both are
         m = np.maximum(lse_a, lse_b)
         e_a, e_b = np.exp(lse_a - finite(m)), np.exp(lse_b - finite(m))
@@ -240,7 +257,7 @@ def merge_attention(o_a, lse_a, o_b, lse_b):
         part_a = np.where(np.isneginf(lse_a)[..., None], 0, w_a[..., None] * o_a)
         part_b = np.where(np.isneginf(lse_b)[..., None], 0, w_b[..., None] * o_b)
         o, lse = part_a + part_b, m + log_sum(e)
-    return o.astype(o_dtype), lse.astype(lse_dtype)
+        return o.astype(o_dtype), lse.astype(lse_dtype)
 
 
 # What the algorithms share: the state (m, l) of some rows, and exp(S - m) with its way back.
@@ -305,8 +322,10 @@ def softmax_backward(P, dP, D):
     return dP
 
 
-def _scores(x):
-    """Return x as an array, and in the dtype to calculate in."""
+def _scores(x, axis=-1):
+    """Return x as an array, and in the dtype to calculate in; refuse what is not one axis."""
+    if not is_integer(axis):
+        raise TypeError(f"axis={axis!r} must be an integer: a softmax is over one axis")
     x = float_array("x", x)
     return x, x.astype(compute_dtype(x), copy=False)
 

@@ -66,6 +66,13 @@ def standard_attention(
     TypeError, ValueError
         Before any work, naming the argument, its value, and what would be right.
 
+    Notes
+    -----
+    A score, or scale * q, beyond the dtype of the arithmetic (float32, for float16 too, ends at
+    3.4e38) is infinite: +inf makes its row NaN, -inf counts as not seen. A bias of `finfo.min` is a
+    number like any other and hides nothing, until a very negative score (below -1.02e31 in float32)
+    makes the sum overflow: that pair is not seen.
+
     Examples
     --------
     >>> q, k, v = [[1.0]], [[0.0], [1.0], [2.0]], [[1.0], [2.0], [4.0]]

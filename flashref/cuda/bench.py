@@ -28,6 +28,7 @@ from pathlib import Path
 
 import flashref
 from flashref.block_sparse import random_pattern
+from flashref.cli import new_file
 from flashref.cuda.device import FallbackWarning
 from flashref.cuda.results import report, table_title
 
@@ -123,12 +124,16 @@ def main(argv=None):
     parser.add_argument(
         "--steps", action="store_true", help="every step that leads to hopper too, forward"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the run to FILE")
-    parser.add_argument("--plot", metavar="FILE", help="also draw it, as a PNG file")
-    parser.add_argument("--stored", metavar="FILE", help="show a stored run; needs no GPU")
+    parser.add_argument("--json", type=new_file, metavar="FILE", help="also write the run to FILE")
+    parser.add_argument("--plot", type=new_file, metavar="FILE", help="also draw it, as a PNG file")
+    parser.add_argument(
+        "--stored", type=_stored, metavar="FILE", help="show a stored run; needs no GPU"
+    )
     args = parser.parse_args(argv)
+    if args.plot:
+        from flashref import plots  # what is missing is missed before anything is measured
     if args.stored:
-        results = json.loads(Path(args.stored).read_text(encoding="utf-8"))
+        results = args.stored
     else:
         status = flashref.cuda.status()
         if not status.usable or status.simulated:
@@ -146,12 +151,22 @@ def main(argv=None):
         results["kernels"] = kernels
     print(report(results))
     if args.json:
-        Path(args.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if args.plot:
-        from flashref import plots
-
         plots.gpu_lengths(results).save(args.plot)
     return 0
+
+
+def _stored(text):
+    """Return the run that a file holds, for `type=` of argparse."""
+    try:
+        run = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{text} cannot be read: {error}") from error
+    parts = {"card", "driver", "date", "versions", "peaks", "how", "runs"}
+    if not isinstance(run, dict) or not parts <= set(run):
+        raise argparse.ArgumentTypeError(f"{text} holds no run of `bench gpu --json`")
+    return run
 
 
 # -- measuring ------------------------------------------------------------------------------------

@@ -57,8 +57,14 @@ def replay(schedule, q, k, v):
         require(len(x) >= parts, f"{name} has {len(x)} rows; this schedule needs {parts} at least")
     rows = dict(zip(workers, np.array_split(np.arange(len(q)), len(workers)), strict=True))
     cols = dict(zip(blocks, np.array_split(np.arange(len(k)), len(blocks)), strict=True))
+    return _carry_out(schedule, q, k, v, rows, cols)
+
+
+@np.errstate(all="ignore")  # keys may be infinite, and what a wrong schedule reads, anything
+def _carry_out(schedule, q, k, v, rows, cols):
+    """Return o; `rows` are the queries of each worker, `cols` the keys of each block."""
     places = {held.block: held.buffer for held in schedule.held}
-    first = cols[blocks[0]]  # no block is longer
+    first = next(iter(cols.values()))  # no block is longer
     ring = {n: (np.zeros_like(k[first]), np.zeros_like(v[first])) for n in places.values()}
 
     def operand(which, j):
@@ -66,7 +72,7 @@ def replay(schedule, q, k, v):
         return ring[places[j]][which][: len(cols[j])] if places else whole[cols[j]]
 
     o, scale, on_chip = np.zeros((len(q), v.shape[1])), q.shape[1] ** -0.5, {}
-    state = {who: empty_state(len(rows[who]), np.float64) for who in workers}
+    state = {who: empty_state(len(rows[who]), np.float64) for who in rows}
     events = sorted(
         (time, rank, at)
         for rank, task in enumerate(schedule.intervals)
@@ -87,8 +93,8 @@ def replay(schedule, q, k, v):
         else:
             correction, P = on_chip.pop((who, j))
             o[rows[who]] = correction[:, None] * o[rows[who]] + P @ operand(1, j)
-    for who in workers:
-        o[rows[who]] /= state[who][1][:, None]
+    for who in rows:
+        o[rows[who]] /= nonzero(state[who][1])[:, None]
     return o
 
 
@@ -131,6 +137,10 @@ def pipelined_attention(
     ------
     TypeError, ValueError
         Before any work, naming the argument, its value, and what would be right.
+
+    Notes
+    -----
+    What must be in range is as in `flash_attention_2`.
 
     Examples
     --------

@@ -98,9 +98,12 @@ def quantise(x, block=None):
     require(np.isfinite(x).all(), "x holds NaN or inf; no scale fits them")
     block = max(len(x), 1) if block is None else count("block", block)
     y = np.empty_like(x)
-    for rows in blocks(len(x), block):
-        scale = nonzero(np.abs(x[rows].astype(np.float64)).max(initial=0) / LARGEST)
-        y[rows] = scale * round_e4m3(x[rows] / scale)
+    with np.errstate(all="ignore"):
+        for rows in blocks(len(x), block):
+            largest = np.abs(x[rows].astype(np.float64)).max(initial=0)
+            scale = nonzero(largest / LARGEST)
+            # scale * 448 may be a rounding more than the largest entry, and so infinite
+            y[rows] = np.clip(scale * round_e4m3(x[rows] / scale), -largest, largest)
     return y
 
 
@@ -200,7 +203,8 @@ def fp8_attention(q, k, v, *, block=None, signs=None):
     if signs is not None:
         M = rotation(signs)
         require(len(M) == q.shape[1], f"signs has {len(M)} entries; q has {q.shape[1]} columns")
-        q, k = q @ M, k @ M
+        with np.errstate(all="ignore"):
+            q, k = q @ M, k @ M
     return standard_attention(*(quantise(x, block) for x in (q, k, v)))
 
 

@@ -16,7 +16,7 @@ from matplotlib.lines import Line2D
 from flashref.block_sparse import block_sparse_attention, block_sparse_attention_backward
 from flashref.flash1 import flash_attention_1, flash_attention_1_backward
 from flashref.flash2 import flash_attention_2, flash_attention_2_backward
-from flashref.inputs import count, float_array, require
+from flashref.inputs import count, float_array, is_integer, require
 from flashref.memory import Event, Memory
 from flashref.plots.picture import (
     BLUE,
@@ -444,7 +444,8 @@ def tile_compare(
 
 def _pick(trace, step):
     last = len(trace) - 1
-    require(0 <= step <= last, f"{step=} is not there; the steps go from 0 to {last}")
+    there = is_integer(step) and 0 <= step <= last
+    require(there, f"{step=} is not there; the steps go from 0 to {last}")
     return trace[step]
 
 

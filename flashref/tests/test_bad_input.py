@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import flashref
-from flashref import Memory, scores
+from flashref import Memory, block_sparse, io_model, scores
 from flashref.tests.rungs import rungs
 
 pytestmark = pytest.mark.filterwarnings("error")
@@ -340,11 +340,35 @@ def test_packed_slopes_are_per_sequence_and_head(shape, expected):
     assert_refused(PACKED, given, ["alibi_slopes", str(shape), expected])
 
 
-@pytest.mark.parametrize("seed", [None, 1.5, "1", (1,)], ids=str)
+@pytest.mark.parametrize("seed", [None, 1.5, "1", (1,), True], ids=str)
 @pytest.mark.parametrize("fn", ATTENTION, ids=lambda fn: fn.__name__)
 def test_dropout_needs_an_integer_seed(fn, seed):
+    """What is no seed is none at dropout_p = 0 either: the sweep over p would fail half-way."""
     given = packed_inputs() if fn is PACKED else inputs()
-    assert_refused(fn, given | {"dropout_p": 0.5, "seed": seed}, ["seed", repr(seed)])
+    for p in (0.5, 0.0) if seed is not None else (0.5,):
+        assert_refused(fn, given | {"dropout_p": p, "seed": seed}, ["seed", repr(seed)])
+
+
+OUT_OF_RANGE = [  # finite as Python has them; in float32, where float16 is calculated too, inf or 0
+    ("scale", 1e39, ["1e+39", "3.403e+38", "float32"]),
+    ("scale", -1e39, ["-1e+39", "3.403e+38", "float32"]),
+    ("alibi_slopes", np.full(4, 1e39), ["1.e+39", "float32"]),
+    ("softcap", 1e-46, ["1e-46", "float32"]),
+]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize(("name", "value", "shown"), OUT_OF_RANGE, ids=ids)
+@pytest.mark.parametrize("fn", ATTENTION, ids=lambda fn: fn.__name__)
+def test_options_that_the_arithmetic_cannot_hold(fn, name, value, shown, dtype):
+    """Zeros as keys: whatever the scale, every score is 0, and no row may be NaN."""
+    given = packed_inputs() if fn is PACKED else inputs()
+    given |= {x: given[x].astype(dtype) for x in ("q", "k", "v", "do", "o", "lse") if x in given}
+    given |= {"k": 0 * given["k"], name: value}
+    if dtype != np.float64:
+        assert_refused(fn, given, [name, *shown])
+        given[name] = value / 100 if name != "softcap" else 1e-45
+    assert not any(np.isnan(x).any() for x in results(fn, given))
 
 
 CU_SEQLENS = [  # for q (6 rows) and, by the same rule, for k (7 rows): values, shown
@@ -377,6 +401,9 @@ def test_cu_seqlens_of_another_kind(name):
         ([], "[]"),
     ]:
         assert_refused(PACKED, packed_inputs() | {name: ends}, [name, shown])
+    rule = "it must run from 0 to the packed length"
+    for ends in ([], np.array([], int)):
+        assert_refused(PACKED, packed_inputs() | {name: ends}, [name, "[]", rule, str(n)])
 
 
 def test_cu_seqlens_of_unequal_counts():
@@ -412,6 +439,42 @@ SMALL = [  # call, what the message shows
     (lambda: flashref.Memory(listener=3), ["listener", "3", "callable"]),
     (lambda: scores.tile_kinds(3, 3, 0, 1), ["block_q", "0"]),
     (lambda: scores.tile_kinds(3, 3, 1, 1.0), ["block_k", "1.0"]),
+    (lambda: scores.tile_kinds(-1, 3, 1, 1), ["n_q", "-1"]),
+    (lambda: scores.tile_kinds(3, 3.0, 1, 1), ["n_k", "3.0"]),
+    (lambda: scores.tile_kinds(3, 3, 1, 1, causal="x"), ["causal", "'x'", "top-left"]),
+    (lambda: scores.tile_kinds(3, 3, 1, 1, window=3), ["window", "3", "pair"]),
+    (lambda: scores.tile_kinds(4, 4, 2, 2, mask=[[1, 0, 0, 1]]), ["mask", "int64", "boolean"]),
+    (lambda: scores.tile_kinds(4, 4, 2, 2, mask=np.ones((3, 3), bool)), ["mask", "(3, 3)", "4"]),
+    (lambda: scores.tile_kinds(4, 4, 2, 2, mask=np.ones(4, bool)), ["mask", "(4,)", "4"]),
+    (
+        lambda: scores.tile_kinds(4, 4, 2, 2, block_mask=np.ones((4, 4), bool)),
+        ["block_mask", "(4, 4)", "(2, 2)"],
+    ),
+    (lambda: io_model.fitting_block(5000, 0, 4), ["d", "0"]),
+    (lambda: io_model.fitting_block(5000, 1.5, 4), ["d", "1.5"]),
+    (lambda: io_model.fitting_block(5000, 4, -1), ["d_v", "-1"]),
+    (lambda: io_model.fitting_block(5000, 4, 4, block_q=0), ["block_q", "0"]),
+    (lambda: io_model.fitting_block(5000, 4, 4, block_q=-3), ["block_q", "-3"]),
+    (lambda: io_model.fitting_block(5000, 4, 4, block_k=2.0), ["block_k", "2.0"]),
+    (
+        lambda: io_model.fitting_block(5000, 4, 4, block_q=2, block_k=3),
+        ["block_q=2", "block_k=3"],
+    ),
+    (
+        lambda: io_model.block_sparse_traffic(8, 8, 8, 8, block_mask=None, block_q=4, block_k=4),
+        ["block_mask", "None"],
+    ),
+    (
+        lambda: io_model.block_sparse_backward_traffic(
+            8, 8, 8, 8, block_mask=None, block_q=4, block_k=4
+        ),
+        ["block_mask", "None"],
+    ),
+    (lambda: block_sparse.random_pattern(4, 1, "x"), ["seed", "'x'"]),
+    (lambda: block_sparse.random_pattern(4, 1, None), ["seed", "None"]),
+    (lambda: block_sparse.random_pattern(4, 1, -1), ["seed", "-1"]),
+    (lambda: flashref.dropout_keep("1", (4, 4), 0), ["seed", "'1'"]),
+    (lambda: flashref.dropout_keep(1.0, (4, 4), 0), ["seed", "1.0"]),
     (lambda: flashref.online_softmax([1, 2], block=0), ["block", "0"]),
     (lambda: flashref.online_softmax([1, 2], block=-1), ["block", "-1"]),
     (lambda: flashref.online_softmax([1, 2], block=2.0), ["block", "2.0"]),
@@ -427,6 +490,9 @@ SMALL = [  # call, what the message shows
     (lambda: flashref.online_softmax([1, 2], axis=None), ["axis", "None"]),
     (lambda: flashref.online_softmax([[1, 2]], axis=(0, 1)), ["axis", "(0, 1)"]),
     (lambda: flashref.online_softmax([[1, 2]], axis=True), ["axis", "True"]),
+    (lambda: flashref.safe_softmax([[1, 2]], axis=True), ["axis", "True"]),
+    (lambda: flashref.safe_softmax([[1, 2]], axis=1.0), ["axis", "1.0"]),
+    (lambda: flashref.naive_softmax([[1, 2]], axis=(0, 1)), ["axis", "(0, 1)"]),
     (lambda: flashref.safe_softmax(np.ma.array([1.0], mask=[True])), ["x", "masked", "filled"]),
 ]
 for softmax in (flashref.naive_softmax, flashref.safe_softmax, flashref.online_softmax):
@@ -436,6 +502,13 @@ for softmax in (flashref.naive_softmax, flashref.safe_softmax, flashref.online_s
         (lambda f=softmax: f(["a", "b"]), ["x", "<U1"]),
         (lambda f=softmax: f([[1.0, 2.0], [3.0]]), ["x"]),
         (lambda f=softmax: f(None), ["x", "object"]),
+    ]
+for tiles in (io_model.forward_tiles, io_model.fa1_backward_tiles, io_model.fa2_backward_tiles):
+    SMALL += [
+        (lambda f=tiles: f(-1, 2, 3, 3), ["rows", "-1"]),
+        (lambda f=tiles: f(1, 2.5, 3, 3), ["cols", "2.5"]),
+        (lambda f=tiles: f(1, 2, 0, 3), ["d", "0"]),
+        (lambda f=tiles: f(1, 2, 3, "a"), ["d_v", "'a'"]),
     ]
 PART = (np.ones((3, 2)), np.ones(3))
 for o_b, lse_b, words in [

@@ -2,11 +2,14 @@
 
 import datetime
 import json
+import re
 
 import numpy as np
 import pytest
 
 from flashref import bench, flash2, info
+from flashref.cuda import bench as gpu_bench
+from flashref.cuda import results
 
 
 def arrays(result):
@@ -89,6 +92,52 @@ def test_nothing_to_time_is_refused(option, value, capsys):
     assert (
         f"argument {option}: {value!r} must be an integer of at least 1" in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("what", [["cpu", "--json"], ["gpu", "--json"], ["gpu", "--plot"]], ids=str)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_timed(
+    what, tmp_path, monkeypatch, capsys
+):
+    def never(*arguments):
+        raise AssertionError("it began")
+
+    monkeypatch.setattr(bench, "compare", never)
+    monkeypatch.setattr(gpu_bench, "measure", never)
+    place = tmp_path / "nowhere" / "figures.json"
+    with pytest.raises(SystemExit, match="2"):
+        bench.main([*what, str(place)])
+    refused = f"argument {what[1]}: {place} is not a file in an existing folder"
+    assert refused in capsys.readouterr().err
+
+
+STORED = {  # what a file holds, and what is said about it
+    "nothing": (None, "cannot be read: .*No such file"),
+    "no JSON": ("TFLOP/s", "cannot be read: Expecting value"),
+    "no text": (b"\xff\xfe\x00", "cannot be read: .*utf-8"),
+    "a list": ("[]", "holds no run"),
+    "figures of the CPU": ('{"machine": {}, "tables": []}', "holds no run"),
+}
+
+
+@pytest.mark.parametrize("case", STORED)
+def test_a_stored_run_that_is_none_is_refused_in_one_line(case, tmp_path, capsys):
+    holds, said = STORED[case]
+    file = tmp_path / "run.json"
+    if holds is not None:
+        file.write_bytes(holds if isinstance(holds, bytes) else holds.encode())
+    with pytest.raises(SystemExit, match="2"):
+        bench.main(["gpu", "--stored", str(file)])
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"error: argument --stored: {re.escape(str(file))} {said}", last)
+
+
+def test_a_stored_run_is_shown_and_written_again(tmp_path, capsys):
+    run = results.stored()
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps(run), encoding="utf-8")
+    assert bench.main(["gpu", "--stored", str(first), "--json", str(second)]) == 0
+    assert capsys.readouterr().out.rstrip() == results.report(run)
+    assert json.loads(second.read_text(encoding="utf-8")) == run
 
 
 def test_without_threadpoolctl_it_says_one_thread(monkeypatch):

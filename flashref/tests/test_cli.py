@@ -1,5 +1,6 @@
 """`python -m flashref`: commands, exit codes, and an `info` that tells nothing personal."""
 
+import argparse
 import getpass
 import os
 import re
@@ -32,6 +33,14 @@ def test_help_lists_every_command_with_its_exit_codes():
     for name, (_, what) in cli.commands().items():
         assert re.search(rf"^  {name} +{what}$", got.stdout, re.M)
     assert cli.EXIT_CODES in got.stdout
+
+
+def test_the_exit_codes_are_those_of_the_commands():
+    """Every code that a command's own help lists is listed here."""
+    listed = set(re.findall(r"^  (\d+)  ", cli.EXIT_CODES, re.M))
+    assert listed == {"0", "1", "2", "3", "130"}
+    for name in cli.commands():
+        assert set(re.findall(r"^  (\d+)  ", run(name, "--help").stdout, re.M)) <= listed
 
 
 def test_an_unknown_command_is_refused():
@@ -106,14 +115,60 @@ def test_a_missing_package_is_named_and_our_own_mistakes_are_not_hidden(stub, ca
         needs("flashref.nowhere")
 
 
-def test_figures_without_matplotlib_exit_with_2():
+def without_matplotlib(*arguments):
     source = (
         "import sys\nsys.modules['matplotlib'] = None\n"
-        "from flashref import cli\ncli.main(['figures', '--folder', 'nowhere'])"
+        f"from flashref import cli\nsys.exit(cli.main({[*map(str, arguments)]}))"
     )
-    got = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+
+
+def test_figures_without_matplotlib_exit_with_2(tmp_path):
+    got = without_matplotlib("figures", "--folder", tmp_path / "nowhere")
     assert got.returncode == 2
     assert "needs the package matplotlib" in got.stderr and "Traceback" not in got.stderr
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_every_help_is_there_without_matplotlib():
+    for name in cli.commands():
+        got = without_matplotlib(name, "--help")
+        assert got.returncode == 0, got.stderr
+        assert got.stdout.startswith(f"usage: python -m flashref {name}")
+
+
+def test_figures_draws_into_a_new_folder(tmp_path, monkeypatch, capsys):
+    figures = pytest.importorskip("flashref.figures")
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    one = {"one.png": figures.flash1_beside_flash2}
+    monkeypatch.setattr(figures, "pictures", lambda: one)
+    assert figures.main(["--folder", str(tmp_path / "new" / "folder")]) == 0
+    assert (tmp_path / "new" / "folder" / "one.png").read_bytes().startswith(b"\x89PNG")
+    assert re.match(r"\S+one\.png: \w", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("inside", ["", "folder"])
+def test_figures_in_a_folder_that_cannot_be_made(tmp_path, inside, capsys):
+    pytest.importorskip("matplotlib", reason="pictures need it")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["figures", "--folder", str(tmp_path / "file" / inside)])
+    assert re.search(r"error: --folder \S+file\S*: [A-Z]", capsys.readouterr().err)
+
+
+def test_a_new_file_is_in_a_folder_that_is_there_and_open(tmp_path, monkeypatch):
+    assert cli.new_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    (tmp_path / "old.json").write_text("kept until there is something to write")
+    assert cli.new_file(str(tmp_path / "old.json")).read_text().startswith("kept")
+    for path in (tmp_path, tmp_path / "nowhere" / "new.json", tmp_path / "old.json" / "new.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match="is not a file in an existing folder"):
+            cli.new_file(str(path))
+    asked = []
+    monkeypatch.setattr(cli.os, "access", lambda path, how: asked.append((path, how)))
+    for name in ("old.json", "new.json"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"{name} may not be written"):
+            cli.new_file(str(tmp_path / name))
+    assert asked == [(tmp_path / "old.json", os.W_OK), (tmp_path, os.W_OK)]
 
 
 def test_info_is_a_block_to_paste_with_the_true_versions():

@@ -458,6 +458,54 @@ def test_a_seen_infinite_score_is_nan_and_never_0(rung):
     assert np.isfinite(o[1, 0])
 
 
+TOO_LARGE = {  # dtype: q and k of a score that does not fit, and a score that finfo.min overflows
+    np.float64: (1e200, -1e292),
+    np.float32: (1e20, -1.02e31),
+    np.float16: (1e20, -1.02e31),
+}
+
+
+@every_rung
+@pytest.mark.parametrize("dtype", TOO_LARGE)
+def test_a_score_beyond_the_dtype_is_infinite(rung, dtype):
+    """As the Notes of `standard_attention` say: -inf is not seen, +inf makes the row NaN."""
+    compute = np.float64 if dtype == np.float64 else np.float32
+    large, negative = TOO_LARGE[dtype]
+    scale = large**2 / 1e4**2 if dtype == np.float16 else 1
+    q, k = (col(1e4 if dtype == np.float16 else large, dtype=dtype) for _ in range(2))
+    v = col(5, dtype=dtype)
+    for sign in (-1, 1):
+        got = rung.run(q, sign * k, v, np.ones_like(v), scale=scale)
+        if sign < 0:
+            zero(*got[:1], *got[2:])
+            assert got.lse == -INF
+        else:
+            assert np.isnan(got.o).all() and not np.isfinite(got.lse)
+    # among others, the pair weighs nothing
+    o, lse = rung.forward(q, np.concatenate([-k, 0 * k]), col(5, 7, dtype=dtype), scale=scale)
+    same(o, col(7, dtype=dtype))
+    same(lse, np.zeros(1, compute))
+    # a bias of finfo.min is a number, until the sum overflows
+    lowest, one = np.finfo(compute).min, np.ones((1, 1), dtype)
+    for score, want in ((1, 5), (-1, 5), (0.9 * negative, 5), (negative, 0)):
+        o, lse = rung.forward(one, one, v, scale=score, bias=np.full((1, 1), lowest))
+        same(o, col(want, dtype=dtype))
+        assert lse == (lowest if want else -INF)
+
+
+@pytest.mark.parametrize("rung", RUNGS, ids=str)
+def test_values_whose_sum_is_beyond_the_dtype(rung):
+    """As the Notes say: the tiled forms divide by l last, `standard_attention` first."""
+    q, k = col(0), col(0, 0)
+    o, _ = rung.forward(q, k, col(8e307, 8e307))
+    np.testing.assert_allclose(o, [[8e307]], rtol=1e-15)
+    o, _ = rung.forward(q, k, col(1.7e308, 1.7e308))
+    if not rung.flash:
+        np.testing.assert_allclose(o, [[1.7e308]], rtol=1e-15)
+    else:
+        same(o, col(INF))
+
+
 @every_rung
 def test_nan_behind_a_padding_mask(rung):
     """pytorch#101967: 0 times NaN is NaN in a matrix product."""

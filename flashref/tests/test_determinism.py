@@ -128,15 +128,32 @@ def test_an_error_in_a_thread_reaches_the_caller(monkeypatch):
 def test_the_number_of_threads(monkeypatch):
     monkeypatch.delenv("FLASHREF_NUM_THREADS", raising=False)
     assert 1 <= heads.num_threads() <= (os.cpu_count() or 1)
+    usable = heads.num_threads()
+    monkeypatch.setenv("FLASHREF_NUM_THREADS", "")  # set to nothing is not set
+    assert heads.num_threads() == usable
     monkeypatch.setenv("FLASHREF_NUM_THREADS", "7")
     assert heads.num_threads() == 7
 
 
-@pytest.mark.parametrize("asked", ["0", "-1", "two", "", "1.5", "²"])
+@pytest.mark.parametrize("asked", ["0", "-1", "two", " ", "1.5", "²"])
 def test_the_number_of_threads_is_checked(asked, monkeypatch):
     monkeypatch.setenv("FLASHREF_NUM_THREADS", asked)
     with pytest.raises(ValueError, match="FLASHREF_NUM_THREADS"):
         heads.num_threads()
+
+
+def test_the_number_of_threads_is_checked_in_every_call(monkeypatch):
+    """Also in calls that start no threads: a mistake shows before the first large one."""
+    monkeypatch.setenv("FLASHREF_NUM_THREADS", "two")
+    x = np.ones((3, 2))
+    for rung in rungs(blocks=[(2, 2)]):
+        for options in ({}, {"memory": flashref.Memory()}):
+            with pytest.raises(ValueError, match="FLASHREF_NUM_THREADS='two'"):
+                rung.forward(x, x, x, **options)
+            with pytest.raises(ValueError, match="FLASHREF_NUM_THREADS='two'"):
+                rung.backward(x, x, x, x, x, x[:, 0], **options)
+    with pytest.raises(ValueError, match="FLASHREF_NUM_THREADS='two'"):
+        flashref.flash_attention_varlen(x[:, None], x[:, None], x[:, None], [0, 3], [0, 3])
 
 
 SCRIPT = """

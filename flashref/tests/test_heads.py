@@ -9,6 +9,7 @@ import flashref
 from flashref import heads, io_model
 from flashref.flash2 import _forward
 from flashref.scores import FULL, Scores
+from flashref.tests.rungs import rungs
 
 FLASH = (flashref.flash_attention_1, flashref.flash_attention_2)
 BACKWARD = (flashref.flash_attention_1_backward, flashref.flash_attention_2_backward)
@@ -48,6 +49,16 @@ def test_a_limit_that_is_enough_changes_no_block(attention):
         hbm = flashref.Memory(limit)
         np.testing.assert_array_equal(attention(q, k, v, memory=hbm), want)
         assert (hbm.loads, hbm.stores, hbm.peak_sram) == (free.loads, free.stores, free.peak_sram)
+
+
+@pytest.mark.parametrize("n_q, n_k", [(0, 7), (5, 0), (0, 0)])
+def test_nothing_at_all_fits_every_memory(n_q, n_k):
+    q, k, do = draw((n_q, 3), (n_k, 3), (n_q, 3))
+    for forward, backward in zip(FLASH, BACKWARD, strict=True):
+        hbm = flashref.Memory(100)
+        o, lse = forward(q, k, k, return_lse=True, memory=hbm)
+        backward(do, q, k, k, o, lse, memory=hbm)
+        assert not o.any() and hbm.peak_sram == 0
 
 
 @pytest.mark.parametrize("limit", [400, 1000, 5000])
@@ -114,6 +125,49 @@ def test_a_cap_beyond_all_numbers_is_no_cap():
     np.testing.assert_array_equal(
         flashref.flash_attention_2(q, k, v, softcap=1e300), flashref.flash_attention_2(q, k, v)
     )
+
+
+@pytest.mark.parametrize("rung", rungs(blocks=[(2, 3)]), ids=str)
+@pytest.mark.parametrize("value", [1e-60, 1e60, np.inf, -np.inf, 1.7e308], ids=str)
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_nothing_raises_under_any_errstate(rung, value, dtype):
+    """Casts that overflow or underflow, grouped gradients of inf - inf, results beyond float16."""
+    q, k, v = draw((4, 5, 3), (2, 7, 3), (2, 7, 4), dtype=dtype)
+    do = np.full((4, 5, 4), value)
+    do[::2] *= -1
+    with np.errstate(all="raise"):
+        rung.run(q, k, 60 * v, do, bias=np.full(7, value))
+
+
+def test_packed_sequences_raise_nothing_under_any_errstate():
+    """Results below the smallest float16."""
+    q, k, v = draw((6, 4, 3), (7, 2, 3), (7, 2, 4), dtype=np.float16)
+    v = np.where(v > 0, np.finfo(np.float16).smallest_subnormal, np.float16(0))
+    with np.errstate(all="raise"):
+        flashref.flash_attention_varlen(q, k, v, [0, 2, 6], [0, 3, 7])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("attention", FLASH)
+def test_threads_of_our_own_warn_of_nothing_either(attention, monkeypatch):
+    """A new thread starts with NumPy's own settings, which warn of inf - inf."""
+    monkeypatch.setenv("FLASHREF_NUM_THREADS", "2")
+    q, k, v = draw((2, 600, 8), (2, 600, 8), (2, 600, 8))
+    q[:, 0] = np.inf
+    assert q.shape[1] ** 2 > heads.THREADS_FROM
+    o = attention(q, k, v, block_q=100, block_k=100)
+    assert np.isnan(o[:, 0]).all() and np.isfinite(o[:, 1:]).all()
+
+
+def test_the_callers_errstate_is_left_alone():
+    q, k, v = draw((5, 3), (7, 3), (7, 4))
+    with np.errstate(over="call", under="raise", divide="print", invalid="warn"):
+        before = np.geterr()
+        flashref.flash_attention_2(q, k, v)
+        flashref.safe_softmax(q)
+        with pytest.raises(ValueError, match="scale=nan"):
+            flashref.flash_attention_2(q, k, v, scale=np.nan)
+        assert np.geterr() == before
 
 
 class Guarded(flashref.Memory):

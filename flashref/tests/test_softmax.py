@@ -137,6 +137,38 @@ def test_float16_is_summed_in_float32(fn):
     np.testing.assert_array_equal(got, np.full(3000, np.float16(1 / 3000)))
 
 
+# What a caller's np.errstate says ----------------------------------------------------------------
+
+EXTREME = {
+    "exp underflows": [0.0, -2000.0],
+    "the difference overflows": [1e308, -1e308],
+    "wide": 30 * np.random.default_rng(10).standard_normal((64, 64)).astype(np.float32),
+    "infinite": [INF, 0.0],
+    "all masked": [-INF, -INF],
+    "nan": [NAN, 0.0],
+    "shares below the smallest float16": np.array([0.0, -20.0], np.float16),
+}
+
+
+@pytest.mark.parametrize("x", EXTREME.values(), ids=EXTREME)
+def test_no_score_raises_under_any_errstate(x):
+    """A caller's "raise" is for the caller's own arithmetic, as a filter for warnings is."""
+    halves = np.asarray(x, float) / 2
+    with np.errstate(all="raise"):
+        for fn in ALL.values():
+            assert fn(x).shape == np.shape(x)
+        values = np.full((np.shape(x)[-1], 1), 1e-300)
+        assert len(online_softmax_steps(x, values)) == len(values)
+        merged = merge_attention(halves[..., None], halves, halves[..., None], halves[..., ::-1])
+    assert merged[1].shape == np.shape(x)
+
+
+def test_values_beyond_the_dtype_of_the_scores_raise_nothing():
+    with np.errstate(all="raise"):
+        (step,) = online_softmax_steps(np.zeros(2, np.float32), [[1e300, 1e-300], [0, 0]], block=2)
+    np.testing.assert_array_equal(step.o, [INF, 0])
+
+
 # The steps of online softmax ----------------------------------------------------------------------
 
 
@@ -189,6 +221,13 @@ def test_steps_keep_the_past():
         x.fill(7)
     for x, y in zip((first.m, first.l, first.o), kept, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_steps_need_room_for_the_sum_of_the_values():
+    """As their Notes say: o is multiplied by l, here the number of keys, before it is divided."""
+    half, whole = ([[v], [v]] for v in (8e307, 1.7e308))
+    np.testing.assert_allclose(online_softmax_steps([0, 0], half)[-1].o, [8e307], rtol=1e-15)
+    np.testing.assert_array_equal(online_softmax_steps([0, 0], whole)[-1].o, [INF])
 
 
 def test_steps_of_no_scores():

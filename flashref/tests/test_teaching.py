@@ -155,9 +155,16 @@ def test_the_plans_name_sections_that_the_lessons_have():
 
 
 WEEKS = {  # the parts of the lessons that a week's words stand for
-    "1": {"00": ["the first sitting", "exercises"], "01": ["the first sitting", "the formula", "exercises"]},
+    "1": {
+        "00": ["the first sitting", "exercises"],
+        "01": ["the first sitting", "the formula", "exercises"],
+    },
     "2": {"02": ["the first sitting"], "03": ["the first sitting"], "04": ["the first sitting"]},
-    "3": {"03": ["exercises"], "04": ["the theorem", "exercises"], "05": ["the first sitting", "exercises"]},
+    "3": {
+        "03": ["exercises"],
+        "04": ["the theorem", "exercises"],
+        "05": ["the first sitting", "exercises"],
+    },
     "4": {"06": ["the first sitting", "exercises"], "07": ["the first sitting", "exercises"]},
     "5": {"08": ["the first sitting", "exercises"], "09": ["the first sitting"]},
     "6": {"09": ["exercises", "three visits"], "10": ["the first sitting"]},

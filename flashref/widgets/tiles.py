@@ -8,6 +8,7 @@ from ipywidgets import BoundedIntText, Dropdown, IntSlider
 from flashref import plots
 from flashref.block_sparse import local_pattern
 from flashref.inputs import float_array, require
+from flashref.scores import check_causal
 from flashref.softmax import blocks
 from flashref.widgets.explorer import Explorer, labelled, step_buttons
 
@@ -64,6 +65,7 @@ def tile_stepper(
     given = [x is not None for x in (q, k, v)]
     require(all(given) or not any(given), "Give q, k and v together, or none of them")
     require(algorithm in ALGORITHMS.values(), f"{algorithm=} must be fa1, fa2 or block_sparse")
+    causal = check_causal(causal)
     own = _arrays(q, k, v, do) if all(given) else None
     examples = {None: own} if own else {4: _arrays(Q, K, V, DO if do is None else do)}
     controls = {

@@ -59,6 +59,17 @@ def test_replay_takes_any_sizes():
     np.testing.assert_allclose(got, standard_attention(q, k, v), rtol=1e-13)
 
 
+@pytest.mark.parametrize("q", [1.0, -1.0, 0.0])
+def test_replay_of_infinite_keys_is_attention_and_raises_nothing(q):
+    """A key of -inf is not seen by q > 0; a row that sees none is 0."""
+    found = flash3.schedule("two-stage", 2, buffers=2)
+    for k in ([-np.inf, 0.0, 1.0, -np.inf], [-np.inf] * 4):
+        arrays = np.array([[q]]), np.array(k)[:, None], np.arange(1.0, 5.0)[:, None]
+        with np.errstate(all="raise"):
+            got = flash3.replay(found, *arrays)
+        np.testing.assert_allclose(got, standard_attention(*arrays), rtol=1e-13)  # NaN like NaN
+
+
 # Algorithm 2
 
 
@@ -153,7 +164,7 @@ def check_pipelined(flash3):
 
 SABOTAGES = [
     (check_replay, "correction[:, None] * o[rows[who]]", "o[rows[who]]"),
-    (check_replay, "o[rows[who]] /= state[who][1][:, None]", "pass"),
+    (check_replay, "o[rows[who]] /= nonzero(state[who][1])[:, None]", "pass"),
     (check_early_release_shows, "whole = (k, v)[which]\n", "return (k, v)[which][cols[j]]\n"),
     (check_pipelined, "O_i *= correction[:, None]", "pass"),
     (check_pipelined, "P_next).copy()", "P_next)"),

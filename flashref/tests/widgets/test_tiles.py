@@ -167,6 +167,7 @@ def test_a_block_mask_of_the_wrong_shape_becomes_a_sentence():
 @pytest.mark.parametrize("options, message", [
     ({"q": Q}, "Give q, k and v together"),
     ({"algorithm": "fa9"}, "algorithm='fa9' must be fa1, fa2 or block_sparse"),
+    ({"causal": "x"}, "causal='x' must be True, False or \"top-left\""),
 ])  # fmt: skip
 def test_what_no_control_could_show_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
