@@ -69,7 +69,7 @@ class LearnerError(Exception):
 
     def __init__(self, text, lines=()):
         super().__init__(text)
-        self.text, self.lines = text, list(lines)
+        self.text, self.lines = text, _innermost(lines)
 
     @property
     def learner_traceback(self):
@@ -148,6 +148,23 @@ class Learner:
     def requires(self, role):
         """Whether a call without this option is an error."""
         return self.has(role) and self.parameters[role].default is inspect.Parameter.empty
+
+    @property
+    def nameless(self):
+        """Whether its signature shows no names: *args, as of what most decorators make."""
+        try:
+            kinds = [p.kind for p in inspect.signature(self.function).parameters.values()]
+        except (TypeError, ValueError):  # compiled code
+            return False
+        return bool(kinds) and all("VAR_" in kind.name for kind in kinds)
+
+    @property
+    def about_names(self):
+        """What to do about a signature without names, as a sentence."""
+        return (
+            f"{self.name} shows no names of its arguments, so what else it takes cannot be given: "
+            f"if a decorator made it, put @functools.wraps(function) on the inner function."
+        )
 
     @property
     def square_causal(self):
@@ -380,9 +397,11 @@ def call(learner, arguments, *, fresh=True):
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             answer.value = learner.function(*args, **kwargs)
+    except KeyboardInterrupt:  # the user's
+        raise
     except LearnerError as error:
         answer.error = error
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # exit() too, and exception classes of the learner's own
         answer.error = learner_error(error)
     for role, was in before.items():
         now = _values(given[role])
@@ -469,7 +488,7 @@ def to_array(value):
     if array.dtype == object:
         try:
             array = array.astype(float)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, ArithmeticError) as error:
             raise ValueError(f"a {type(value).__name__} of objects") from error
     if array.dtype.kind not in "fiubc":
         raise ValueError(f"a {type(value).__name__}" if array.ndim == 0 else f"dtype {array.dtype}")
@@ -478,16 +497,22 @@ def to_array(value):
 
 def learner_error(error):
     """Return an exception as a `LearnerError` with the learner's own lines."""
-    if isinstance(error, SystemExit):
-        text = f"it ended the program ({type(error).__name__}: {error})"
-        return Crashed(text, _own_lines(error))
-    if isinstance(error, MemoryError):
-        return MemoryLimit(f"out of memory: {error}", _own_lines(error))
     try:
         text = str(error)
-    except Exception:  # a learner's own exception class
+    except BaseException:  # a learner's own exception class
         text = ""
-    return LearnerError(f"{type(error).__name__}: {text}".rstrip(": "), _own_lines(error))
+    if isinstance(error, MemoryError):
+        return MemoryLimit(f"out of memory: {text}", _own_lines(error))
+    name = type(error).__name__
+    if not isinstance(error, Exception):
+        return Crashed(f"it ended the program ({name}: {text})", _own_lines(error))
+    return LearnerError(f"{name}: {text}".rstrip(": "), _own_lines(error))
+
+
+def _innermost(lines, most=10):
+    """Return the innermost of a traceback's lines; those that a recursion repeats stand once."""
+    once = {(at["place"], at["line"]): at for at in reversed(list(lines))}
+    return list(once.values())[:most][::-1]
 
 
 def _own_lines(error):
@@ -497,7 +522,7 @@ def _own_lines(error):
             "place": f"{_place(f.filename)}, line {f.lineno}, in {f.name}",
             "line": (f.line or linecache.getline(f.filename, f.lineno or 0)).strip(),
         }
-        for f in frames[-10:]
+        for f in frames
     ]
 
 

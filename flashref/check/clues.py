@@ -6,8 +6,9 @@ has numbers, and then at what the wrong cases have in common.
 
 import numpy as np
 
-from flashref.check.answers import tolerance, wrong_places
-from flashref.check.faulty import Attention, each_head
+from flashref import standard_attention
+from flashref.check.answers import number, tolerance, wrong_places
+from flashref.check.faulty import Attention, Merge, each_head
 
 MOST = 4  #: clues in a report
 
@@ -41,7 +42,7 @@ def find(exercise, learner, tried, differs=lambda t: False):
         found.append(question)
     if (sentence := earlier_answer(tried, wrong, differs)) is not None:
         found.append(sentence)
-    found += [sentence for clue in ABOUT_CASES if (sentence := clue(tried, wrong))]
+    found += [sentence for clue in ABOUT_CASES if (sentence := clue(tried, wrong, learner))]
     return list(dict.fromkeys(found))[:MOST]
 
 
@@ -94,6 +95,8 @@ def not_a_number(t):
     name, got, _, _ = _wrong(t)
     if got.dtype == object or np.isfinite(got).all():
         return None
+    if name == "lse" and np.isneginf(got).all():
+        return "All of lse is -inf. Print m at the end: is it ever replaced by the new maximum?"
     if np.isinf(got).all():
         return f"All of {name} is infinite: is it divided by a sum that is still 0?"
     if np.isnan(got).all():
@@ -111,11 +114,15 @@ def constant_factor(t):
     name, got, right, _ = _wrong(t)
     if got.dtype == object or got.size < 2 or not np.isfinite(got).all() or not got.any():
         return None
+    if (factor := one_factor(t)) is not None and len(t.got) > 1:
+        names = " and ".join([", ".join([*t.got][:-1]), [*t.got][-1]])
+        return f"Your {names} are all {_nice(factor)} times the right ones: what do they share?"
     factor = _factor(got, right)
     if factor is not None and _close(got, factor * right, t):
         if abs(factor + 1) < 1e-6:
             return f"Your {name} is right with the opposite sign."
-        return f"Your {name} is {_nice(factor)} times the right one, everywhere."
+        everywhere = ", everywhere" * (where_wrong(t) is None)
+        return f"Your {name} is {_nice(factor)} times the right one{everywhere}."
     shift = np.median(got - right) if np.isfinite(right).all() else 0
     if shift and name == "lse" and _close(got, right + shift, t):
         return f"Your {name} is right up to a constant: {shift:+.6g} everywhere."
@@ -128,6 +135,56 @@ def constant_factor(t):
         return (
             f"Each row of {name} is right up to a factor of its own ({shown}{more}): look at what "
             f"a row is divided by, or measured against."
+        )
+    return None
+
+
+def one_factor(t):
+    """Return the factor that all outputs are off by, or None."""
+    _, got, right, _ = _wrong(t)
+    if any(t.got[n].dtype == object or not np.isfinite(t.got[n]).all() for n in t.got):
+        return None
+    factor = _factor(got, right)
+    if factor is None or not factor:
+        return None
+    rights = {n: np.asarray(t.right[n]) for n in t.got}
+    shared = all(_close(t.got[n], factor * rights[n], t, n) for n in t.got)
+    return factor if shared else None
+
+
+def out_of_range(t):
+    """Say that o lies beyond all values, which no mean of them can."""
+    name, got, right, bad = _wrong(t)
+    one_head = name == "o" and got.size == right.shape[-2] * right.shape[-1]
+    if not one_head or "v" not in t.case or t.case["v"].shape[-2] < 2:
+        return None
+    low, high = (f(t.case["v"], axis=-2, keepdims=True) for f in (np.min, np.max))
+    beyond = np.where(bad & (got != 0), np.maximum(got - high, low - got), -1)
+    if not np.isfinite(got).all() or (beyond <= (high - low) / 50).all():
+        return None
+    if any(clue(t) for clue in (constant_factor, swapped_axes, exchanged)):
+        return None  # they say more
+    index = np.unravel_index(np.argmax(beyond), got.shape)
+    column = t.case["v"][..., index[-1]]
+    place = ", ".join(map(str, index))
+    return (
+        f"o leaves the range of v: o[{place}] is {number(got[index])}, and that column of v goes "
+        f"from {number(column.min())} to {number(column.max())}. What do the shares of this row "
+        f"sum to?"
+    )
+
+
+def weighed_by_columns(t):
+    """Say that two parts are merged with the weight of row j on column j."""
+    if "lse_a" not in t.case or t.problem.output != "o":
+        return None
+    n, *columns = _right(t).shape
+    if columns != [n] or n == 1:
+        return None
+    if _close(t.got["o"], Merge(weights="of columns")(t.case, {})["o"], t):
+        return (
+            "Column j of o has the weight of row j. A weight counts for a whole row: which shape "
+            "must it have beside o?"
         )
     return None
 
@@ -181,6 +238,23 @@ def swapped_axes(t):
     return None
 
 
+def exchanged(t):
+    """Say that two outputs stand in each other's place, or rows in that of columns."""
+    name, got, right, _ = _wrong(t)
+    if got.dtype == object:
+        return None
+    for other in t.got:
+        a, b = t.got[other], np.asarray(t.right[other])
+        if other != name and _close(got, b, t, other) and _close(a, right, t, name):
+            return (
+                f"Your {name} is the right {other}, and your {other} the right {name}: give back "
+                f"({', '.join(t.got)}), in this order."
+            )
+    if got.ndim > 1 and _close(got, np.swapaxes(right, -1, -2), t):
+        return f"Rows and columns of {name} have changed places."
+    return None
+
+
 def some_keys_only(t):
     """Say that the answer is attention over the first, or the last, so many keys."""
     if t.problem.output != "o" or "block_mask" in t.case or "q" not in t.case:
@@ -214,7 +288,7 @@ def some_keys_only(t):
 
 
 def mask_misread(t):
-    """Say that a mask has no effect, or that True and False have changed roles in it."""
+    """Say that a mask has no effect, is turned round, or is added to the scores."""
     if t.case.get("mask") is None or t.problem.output != "o":
         return None
     for mask, sentence in (
@@ -224,6 +298,13 @@ def mask_misread(t):
         other = Attention()(_Other(t.case, {"mask": mask}), {"block_q": 1, "block_k": 1})
         if _close(t.got["o"], other["o"], t):
             return f"Your mask {sentence}."
+    options = {name: t.case.get(name) for name in ("scale", "window")}
+    added = standard_attention(
+        *(t.case[role] for role in "qkv"), bias=t.case["mask"] * 1.0,
+        causal=bool(t.case.get("causal")), **options,
+    )  # fmt: skip
+    if _close(t.got["o"], added, t):
+        return "Your mask is added to the scores. Here True means that a pair is seen, False not."
     return None
 
 
@@ -290,8 +371,11 @@ CLUES = (
     uniform_weights,
     mask_misread,
     constant_factor,
+    weighed_by_columns,
     rows_of_zeros,
     swapped_axes,
+    exchanged,
+    out_of_range,
     some_keys_only,
     rounded,
     where_wrong,
@@ -311,7 +395,8 @@ def nan_from_the_start(exercise, tried):
         return None
     return (
         "Not even the plainest case gives a number. If your m starts at -inf: what does the factor "
-        "on the old part hold in the first block, and what is that times 0?"
+        "on the old part hold in the first block, 0 or inf, and what is that times 0? It is inf "
+        "where the factor is upside down."
     )
 
 
@@ -355,7 +440,7 @@ def _shapes(case):
     return {role: np.shape(x) for role, x in case.inputs.items()}
 
 
-def not_gathered(tried, wrong):
+def not_gathered(tried, wrong, learner):
     """Say that query heads which share a key head have a gradient each."""
     for t in wrong:
         name = t.problem.output
@@ -370,13 +455,16 @@ def not_gathered(tried, wrong):
     return None
 
 
-def only_when(tried, wrong):
+def only_when(tried, wrong, learner):
     """Say what all wrong cases have and no right one lacks."""
     if not wrong or len(wrong) == len(tried):
         return None
     if all(t.error is not None and "sram_elements=" in t.error.text for t in wrong):
         return None  # a memory was full, whatever those cases have in common
+    blocks = any(learner.has(r) for r in ("block", "block_q", "block_k"))
     for what, test in SITUATIONS:
+        if "block" in what and not blocks:
+            continue
         affected = [t for t in tried if test(t.case)]
         if affected and all(test(t.case) for t in wrong) and len(affected) < len(tried):
             return f"Wrong only {what}{', and there always' * (len(wrong) == len(affected))}."
@@ -415,6 +503,8 @@ SITUATIONS = (
     ("with causal=True and n_q ≠ n_k", lambda c: bool(c.get("causal")) and not c.square),
     ("with causal=True", _options("causal")),
     ("where scores are very large or very negative", lambda c: c.hunts),
+    ("where n_q = n_k", lambda c: "q" in c and c.square),
+    ("where d_v = d", lambda c: "q" in c and c["v"].shape[-1] == c["q"].shape[-1]),
     ("where the last block of keys is shorter", _ragged(1, "k")),
     ("where the last block of queries is shorter", _ragged(0, "q")),
     ("where n_q ≠ n_k", lambda c: not c.square),

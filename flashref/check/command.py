@@ -28,6 +28,7 @@ from flashref.check.remote import (
     learner_error,
     read_homework,
 )
+from flashref.cli import new_file
 
 MASKED = ("softmax", "online_softmax")  #: the checks that ask for scores of -inf if told to
 ALL_PASSED, SOME_FAILED, USAGE, NOTHING, INTERRUPTED = 0, 1, 2, 3, 130
@@ -178,9 +179,9 @@ def parser():
         action="store_true",
         help="let softmax and online_softmax pass only if they are right for scores of -inf too",
     )
-    made.add_argument("--json", type=_new_file, metavar="FILE", help="write the full reports here")
+    made.add_argument("--json", type=new_file, metavar="FILE", help="write the full reports here")
     made.add_argument(
-        "--junit", type=_new_file, metavar="FILE", help="write a JUnit XML report here, for CI"
+        "--junit", type=new_file, metavar="FILE", help="write a JUnit XML report here, for CI"
     )
     made.add_argument(
         "--timeout",
@@ -215,15 +216,9 @@ def _requirement(text):
         raise argparse.ArgumentTypeError(f"{text} does not begin with the name of a function")
     if argument not in (options := EXERCISES[NAMES[name]].options):
         known = f"what can be required is {', '.join(options)}" if options else "it has no options"
-        raise argparse.ArgumentTypeError(f"{name} is not asked for {argument!r}: {known}")
+        what = f"is not asked for {argument!r}" if argument else "stands without .ARGUMENT"
+        raise argparse.ArgumentTypeError(f"{name} {what}: {known}")
     return name, argument
-
-
-def _new_file(text):
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():  # better said now than after minutes of checking
-        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
-    return path
 
 
 # --- checking ------------------------------------------------------------------------------------

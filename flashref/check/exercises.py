@@ -54,7 +54,7 @@ def arguments(exercise, learner, case, first=False):
         elif role == "causal":
             given[role] = False
         elif role == "return_lse":
-            given[role] = not first
+            given[role] = not (first or case.alone)
         elif learner.requires(role) or (role == "memory" and exercise.name == "traffic"):
             given[role] = DEFAULTS[role](case)
     order = {role: i for i, role in enumerate([*main, *exercise.options])}

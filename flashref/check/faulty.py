@@ -6,6 +6,7 @@ small arrays: it explains an answer that was wrong, and is never taken for the r
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -36,13 +37,15 @@ def nonzero(l):
     return np.where(l == 0, 1, l)
 
 
-def blocks(n, size, drop_tail=False, short=False):
+def blocks(n, size, drop_tail=False, longer=0, step=None):
     """Return the slices that cut n rows into blocks.
 
-    The last, shorter one may be left out, or every block may be `short` of its last row.
+    The last, shorter one may be left out. Every block may end `longer` rows later: at 1 it shares
+    a row with the next one, at -1 it lacks its last. Another `step` leads from block to block.
     """
     end = n - n % size if drop_tail else n
-    cut = [slice(start, min(start + size - short, n)) for start in range(0, end, size)]
+    starts = range(0, end, step or size)
+    cut = [slice(start, min(start + size + longer, n)) for start in starts]
     return [rows for rows in cut if rows.start < rows.stop]
 
 
@@ -62,7 +65,7 @@ SHIFTS = {  # what learners subtract before exp: (scores, axis) -> an array that
         )
         for start in (0, *STARTS)
     },
-    "none": lambda x, axis: 0 * x.max(axis=axis, keepdims=True),
+    "none": lambda x, axis: np.zeros_like(x.max(axis=axis, keepdims=True)),
 }
 
 
@@ -76,7 +79,7 @@ class Softmax:
     shift: str = "max"  #: what is subtracted: a key of SHIFTS, of each row
     shift_over: str = "row"  #: "row", or "all" for one number for the whole array
     over: str = "row"  #: "row", or the wrong axis: "column" (-2), "first" (0) or "second" (1)
-    sum_over: str = "row"  #: "row", or "all" for one sum over the whole array
+    sum_over: str = "row"  #: "row", "all" for one sum over the whole array, or "column"
     divide: bool = True
     by_log: bool = False  #: exp(x - log(sum(exp(x)))) in place of a division
     lse: str = "right"  #: "no maximum": exp(x - log l) with l = sum(exp(x - m))
@@ -98,13 +101,14 @@ class Softmax:
         x, axis = np.maximum(case["x"], self.fill), case.get("axis", -1)
         if self.over != "row" and x.ndim > 1:
             axis = {"first": 0, "second": 1, "column": x.ndim - 2}[self.over]
+        sum_axis = {"all": None, "column": max(x.ndim - 2, 0)}.get(self.sum_over, axis)
         m = SHIFTS[self.shift](x, axis if self.shift_over == "row" else None)
         m = finite(m) if self.guard else m
         rate = math.log(self.base)
         try:
             m = m if self.keepdims[0] else m.squeeze(axis)
             e = np.exp(x - rate * m) if self.base_of == "shift" else np.exp(rate * (x - m))
-            l = e.sum(axis=axis if self.sum_over == "row" else None, keepdims=True)
+            l = e.sum(axis=sum_axis, keepdims=True)
             l = l if self.keepdims[1] else l.squeeze(axis)
             l = nonzero(l) if self.guard else l
             if self.by_log:
@@ -128,7 +132,10 @@ class OnlineSoftmax:
     step_guard: bool = True  #: against -inf - -inf while nothing has been seen
     #: the maximum in a block's own sum: "running", "own", or "old" (before it, but for the first)
     p_against: str = "running"
-    tail: str = "kept"  #: "kept", "zero" (its weights are 0), or "unseen" (not in m and l only)
+    #: "kept", "zero" (its weights are 0), "unseen" (not in m and l only), or "padded" (with scores
+    #: of 0)
+    tail: str = "kept"
+    shared: bool = False  #: neighbouring blocks share a score
     divide: bool = True
     guard: str = "l"  #: "l" (divides by 1 where l is 0), "zeros" (gives 0 there) or "no"
     #: when the shares are written: "last"; in the first pass, with m and l "so far"; or there with
@@ -140,7 +147,7 @@ class OnlineSoftmax:
     def tiled(self):
         """Whether the size of a block makes a difference."""
         right = self.maximum in ("running", "none") and self.rescale == "yes"
-        right = right and self.tail == "kept" and self.step_guard
+        right = right and self.tail == "kept" and self.step_guard and not self.shared
         right = right and self.shares == "last" and self.p_against == "running"
         return not right or self.swapped == "step"
 
@@ -162,15 +169,19 @@ class OnlineSoftmax:
         n = s.shape[-1]
         m, l = np.full(s.shape[:-1], self.start), np.zeros(s.shape[:-1])
         early = np.zeros_like(s)
-        cut = blocks(n, given["block"], drop_tail=self.tail != "kept")
+        cut = blocks(n, given["block"], self.tail in ("zero", "unseen"), int(self.shared))
         for cols in cut:
-            m_block = s[..., cols].max(axis=-1)
+            s_block = s[..., cols]
+            if self.tail == "padded":
+                missing = given["block"] - s_block.shape[-1]
+                s_block = np.pad(s_block, [(0, 0)] * (s.ndim - 1) + [(0, missing)])
+            m_block = s_block.max(axis=-1)
             m_new = {"running": np.maximum(m, m_block), "none": m}.get(self.maximum, m_block)
             how = self.rescale if self.maximum in ("running", "block") else "no"
             alpha = correction(m, m_new, how, self.step_guard)
             late = self.rescale == "late"
             against = self._against(m, m_new, m_block, l)
-            l_block = np.exp(s[..., cols] - against[..., None]).sum(axis=-1)
+            l_block = np.exp(s_block - against[..., None]).sum(axis=-1)
             l = alpha * (l + l_block) if late else alpha * l + l_block
             m = m_new
             early[..., cols] = np.exp(s[..., cols] - m[..., None])
@@ -223,9 +234,10 @@ class Merge:
     guard_lse: bool = True
     maximum: bool = True  #: subtract the larger lse before exp
     #: of o: "right", "swapped", "not divided", "lse" (lse_a itself), "share of lse" (lse_a / lse),
-    #: or "from lse" (exp(lse_a - lse), with the lse returned)
+    #: "from lse" (exp(lse_a - lse), with the lse returned), or "of columns" (n rows, n columns)
     weights: str = "right"
     lse: str = "right"  #: "right", "sum" (no logarithm), "no maximum" or "larger"
+    empty_lse: float = -INF  #: of two empty parts
     tiled = False
 
     def without_guards(self):
@@ -245,7 +257,7 @@ class Merge:
         log = np.log(total) / math.log(self.base)
         lse = {"right": m + log, "sum": np.exp(m) * total, "no maximum": log, "larger": m}[self.lse]
         if self.guard_lse and self.lse != "sum":
-            lse = np.where(np.isneginf(m), -INF, lse)
+            lse = np.where(np.isneginf(m), self.empty_lse, lse)
         lse = lse_a + lse_b if self.lse_added else lse
         if self.weights == "swapped":
             w_a, w_b = w_b, w_a
@@ -258,9 +270,10 @@ class Merge:
             w_a, w_b, total = np.exp(lse_a - joint), np.exp(lse_b - joint), np.ones_like(lse)
         if self.weights == "not divided":
             total = np.ones_like(total)
-        o = (w_a[..., None] * o_a + w_b[..., None] * o_b) / (
-            nonzero(total) if self.guard else total
-        )[..., None]
+        total = nonzero(total) if self.guard else total
+        if self.weights != "of columns":
+            w_a, w_b, total = (w[..., None] for w in (w_a, w_b, total))
+        o = (w_a * o_a + w_b * o_b) / total
         if self.average:
             o = (o_a + o_b) / 2
         return {"o": o, "lse": lse}
@@ -288,7 +301,7 @@ def positions(n_q, n_k, rule, causal, window):
     i, j = np.arange(n_q)[:, None], np.arange(n_k)
     off = n_k - n_q
     seen = np.ones((n_q, n_k), bool)
-    if causal:
+    if causal and not (rule == "window alone" and window is not None):
         seen = {
             "ignored": seen,
             "strict": j < i + off,
@@ -336,6 +349,8 @@ def written_out(mask, rows, cols, n_q, n_k):
 BLOCK_MASKS = {  # (mask, rows, cols, n_q, n_k) -> the pairs that are there
     "right": written_out,
     "zero": written_out,
+    "row ends": lambda mask, *sizes: written_out(np.logical_and.accumulate(mask, axis=1), *sizes),
+    "column ends": lambda mask, *sizes: written_out(np.logical_and.accumulate(mask), *sizes),
     "ignored": lambda mask, rows, cols, n_q, n_k: np.ones((n_q, n_k), bool),
     "turned": lambda mask, *sizes: ~written_out(mask, *sizes),
     "transposed": lambda mask, *sizes: written_out(mask.T, *sizes),
@@ -385,6 +400,8 @@ LSES = {  # what is saved as lse: (m, l) -> lse
     "minus": lambda m, l: m - np.log(l),
     "product": lambda m, l: m * np.log(l),
     "exponential": lambda m, l: np.exp(m) * l,
+    "log of both": lambda m, l: np.log(m + l),
+    "start": lambda m, l: np.log(l) - INF,
 }
 
 
@@ -405,12 +422,15 @@ class Attention:
     tail_keys: str = "kept"  #: "kept", "dropped" or "zeros" (padded with keys that score 0)
     tail_queries: str = "kept"  #: "kept" or "dropped"
     short: str = ""  #: which blocks lack their last row: those of "keys", or "both"
+    shared: bool = False  #: neighbouring blocks of keys share a row
+    mixed: bool = False  #: blocks of keys start every block_q rows
     kept_state: bool = False  #: m, l and O are not started anew for each block of queries
     skip: bool = False  #: tiles without a visible pair are not visited
     whole_diagonal: bool = False  #: a tile with any visible pair counts as wholly visible
     start: float = -INF  #: the maximum before the first block
     maximum: str = "running"  #: as in `OnlineSoftmax`
-    p_against: str = "running"  #: the maximum in P alone: "running" or "own"
+    #: the maximum in P: "running" or "own"; "own in l" or "own in o" for one of the two alone
+    p_against: str = "running"
     rescale_l: str = "yes"  #: as in `OnlineSoftmax`
     rescale_o: str = "yes"
     step_guard: bool = True  #: against -inf - -inf while a row has seen nothing
@@ -418,6 +438,10 @@ class Attention:
     divide: bool = True
     divide_often: bool = False  #: after each block, and not at the end
     new_l: bool = False  #: the same, and O is multiplied by the new l before it, not by the old
+    old_l: bool = False  #: O is multiplied by the old l before each block, and never divided
+    #: P V of a block comes after the next block's S: "late" is added after the rescale; "no last",
+    #: without the one after the loop; "short", the loop lacks a turn: the last V meets the P before
+    pipeline: str = ""
     by_log: bool = False  #: P = exp(S - log l) in place of a division: 0 where l is infinite
     #: 0 instead of 0/0: where nothing was "seen", wherever l is 0 ("l"), "no"; the same with an lse
     #: of NaN ("nan"), or of NaN for the rows of tiles that were "visited"
@@ -435,20 +459,22 @@ class Attention:
         """The smallest block worth a guess: with blocks of one this is right, or no attention."""
         cut = self.tail_keys != "kept" or self.tail_queries != "kept" or self.whole_diagonal
         cut = cut or self.tiles != "right" or bool(self.short)
-        own = self.maximum == "own" or self.p_against == "own"
+        own = self.maximum == "own" or self.p_against != "running"
         return 2 if cut or self.skip or self.summed or own else 1
 
     @property
     def _rows_matter(self):
-        cut = self.tail_queries != "kept" or self.short == "both"
+        cut = self.tail_queries != "kept" or self.short == "both" or self.mixed
         return self.whole_diagonal or self.skip or self._sorted or cut or self.kept_state
 
     @property
     def _cols_matter(self):
         rescaled = self.rescale_l == self.rescale_o == "yes"
-        rescaled = rescaled and self.maximum in ("running", "none") and not self.new_l
+        rescaled = rescaled and self.maximum in ("running", "none")
+        rescaled = rescaled and not (self.new_l or self.old_l)
         whole = self.tail_keys == "kept" and not self.summed and self.step_guard
-        whole = whole and self.p_against == "running" and not self.divide_often and not self.short
+        whole = whole and self.p_against == "running" and not self.divide_often
+        whole = whole and not (self.short or self.shared or self.mixed or self.pipeline)
         return self.whole_diagonal or self.skip or self._sorted or not (rescaled and whole)
 
     @property
@@ -535,36 +561,50 @@ class Attention:
         dtype = S.dtype
         O, L = np.zeros((len(S), V.shape[1]), dtype), np.full(len(S), -INF, dtype)
         kept = None
-        for rows in blocks(len(S), B_r, self.tail_queries == "dropped", self.short == "both"):
+        longer = self.shared - bool(self.short)
+        step = B_r if self.mixed else None
+        cut = blocks(len(V), B_c, self.tail_keys == "dropped", longer, step)
+        cut = list(zip(cut, cut, strict=True))  # of S, and of V
+        if self.pipeline == "short" and len(cut) > 1:
+            cut[-2:] = [(cut[-2][0], cut[-1][1])]
+        for rows in blocks(len(S), B_r, self.tail_queries == "dropped", -(self.short == "both")):
             n, visited = len(S[rows]), False
             m, l, O_i = np.full(n, self.start, dtype), np.zeros(n, dtype), O[rows]
+            waiting = np.zeros_like(O_i)
             touched = np.zeros(n, bool)
             if kept is not None and len(kept[0]) == n:
                 m, l, O_i = kept
-            for cols in blocks(len(V), B_c, self.tail_keys == "dropped", bool(self.short)):
+            for cols, cols_V in cut:
                 visible = seen[rows, cols]
                 if self.skip and not visible.any():
                     continue
-                S_ij, V_j, visited = S[rows, cols], V[cols], True
+                S_ij, V_j, visited = S[rows, cols], V[cols_V], True
+                if len(V_j) < S_ij.shape[1]:  # there the learner's code stops
+                    V_j = np.full((S_ij.shape[1], V.shape[1]), np.nan)
                 touched |= visible.any(axis=1) | (self.fill != -INF)
                 if self.tail_keys == "zeros":
                     missing = (0, B_c - len(V_j))
                     S_ij = np.pad(S_ij, ((0, 0), missing), constant_values=pad)
                     V_j = np.pad(V_j, (missing, (0, 0)))
                 m_new = self._maximum(m, S_ij)
-                m_P = S_ij.max(axis=1) if self.p_against == "own" else m_new
-                P = np.exp(S_ij - (finite(m_P) if self.step_guard else m_P)[:, None])
+                P_l, P_o = (self._weights(S_ij, m_new, of) for of in "lo")
                 if self.summed:
                     own = np.exp(S_ij - finite(S_ij.max(axis=1))[:, None])
                     O_i = O_i + own @ V_j / nonzero(own.sum(axis=1))[:, None]
-                l = self._gather(m, m_new, self.rescale_l, l, P.sum(axis=1))
+                l_old, l = l, self._gather(m, m_new, self.rescale_l, l, P_l.sum(axis=1))
                 if not self.summed:
-                    share = P @ V_j / nonzero(l)[:, None] if self.new_l else P @ V_j
+                    share = P_o @ V_j / nonzero(l)[:, None] if self.new_l else P_o @ V_j
+                    O_i = O_i * l_old[:, None] if self.old_l else O_i
+                    if self.pipeline == "late":
+                        share, waiting = waiting, share
+                    if self.pipeline == "no last":
+                        O_i, share, waiting = O_i + waiting, 0, share
                     O_i = self._gather(m, m_new, self.rescale_o, O_i, share)
                 if self.divide_often:
                     O_i = O_i / nonzero(l)[:, None]
                 m = m_new
             kept = (m, l, O_i) if self.kept_state else None
+            O_i = O_i + waiting if self.pipeline == "late" else O_i
             O[rows], L[rows] = self._finish(m, l, O_i, ~touched, visited)
         return O, L
 
@@ -575,6 +615,12 @@ class Attention:
         if self.maximum in ("own", "block"):
             return np.where(np.isneginf(m_block), m, m_block)
         return np.maximum(m, m_block)
+
+    def _weights(self, S_ij, m_new, of):
+        """Return P of a tile, for the sum "l" or for the output "o"."""
+        own = self.p_against in ("own", f"own in {of}")
+        m = S_ij.max(axis=1) if own else m_new
+        return np.exp(S_ij - (finite(m) if self.step_guard else m)[:, None])
 
     def _correction(self, m, m_new, how):
         how = how if self.maximum in ("running", "block") or how == "zero" else "no"
@@ -607,7 +653,8 @@ class MatrixAttention:
     shift_over: tuple | int | None = -1  #: the axes over which; None for all
     sum_over: tuple | int | None = -1
     masked: str = "right"  #: "late": P is set to 0 where masked, after the softmax
-    #: P from the right lse, but of scores "without scale"; or exp(S) "divided" by that lse
+    #: P from the right lse, but of scores "without scale"; or exp(S) "divided" by that lse; or with
+    #: an lse that is "scaled" like the scores
     from_lse: str = ""
     share: str = "all"  #: o is the share of the "last" key alone, or of the "last seen" one
     tiled = False
@@ -633,6 +680,7 @@ class MatrixAttention:
             lse = right(case, given)["lse"]
             P = np.exp(q @ k.swapaxes(-1, -2) - lse[..., None])
             P = np.exp(S) / lse[..., None] if self.from_lse == "divided" else P
+            P = np.exp(S - scale * lse[..., None]) if self.from_lse == "scaled" else P
             return {"o": np.where(seen, P, 0) @ v, "lse": lse}
         shift = "min" if scale < 0 else "max"
         shift = shift if self.shift == "unscaled" else self.shift
@@ -654,6 +702,7 @@ class ColumnAttention:
     """Attention whose softmax runs over the queries, for every key by itself."""
 
     axis: int = -2  #: 0 goes over the batch, or the heads, where there are any
+    max_axis: int | None = None  #: of the maximum, where it is another one
     guard: bool = True  #: 0 instead of 0/0 for a key that no query sees
     tiled = False
 
@@ -670,10 +719,75 @@ class ColumnAttention:
         group = 1 if q.ndim == 2 else q.shape[-3] // k.shape[-3]
         k, v = (x if group == 1 else np.repeat(x, group, axis=-3) for x in (k, v))
         S = np.where(seen, right._scale(case) * q @ k.swapaxes(-1, -2), -INF)
-        P = np.exp(S - finite(S.max(axis=self.axis, keepdims=True)))
+        max_axis = self.axis if self.max_axis is None else self.max_axis
+        P = np.exp(S - finite(S.max(axis=max_axis, keepdims=True)))
         l = P.sum(axis=self.axis, keepdims=True)
         P = P / (nonzero(l) if self.guard else l)
         return {"o": P @ v, "lse": right(case, given)["lse"]}
+
+
+# --- what a lesson asks attention around ---------------------------------------------------------
+
+
+CUTS = {  # (n, heads · d), heads -> (heads, n, d)
+    "right": lambda x, heads: x.reshape(len(x), heads, -1).swapaxes(0, 1),
+    "rows": lambda x, heads: x.reshape(heads, len(x), -1),
+    "combs": lambda x, heads: np.moveaxis(x.reshape(len(x), -1, heads), -1, 0),
+}
+JOINTS = {  # (heads, n, d) -> (n, heads · d)
+    "right": lambda o: o.swapaxes(0, 1).reshape(o.shape[1], -1),
+    "rows": lambda o: o.reshape(o.shape[1], -1),
+    "combs": lambda o: np.moveaxis(o, 0, -1).reshape(o.shape[1], -1),
+}
+
+
+@dataclass(frozen=True)
+class TwoHeads:
+    """Attention of two heads, x and 1 - x side by side, cut and joined; the first is the answer."""
+
+    cut: str = "right"  #: a key of CUTS
+    joint: str = "right"  #: a key of JOINTS
+    tiled = False
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}; lse is right."""
+        right = Attention()(case, given)
+        if case["q"].ndim > 2:
+            return right
+        packed = [np.concatenate([case[r], 1 - case[r]], axis=1) for r in ("q", "k", "v")]
+        q, k, v = (CUTS[self.cut](x, 2) for x in packed)
+        o = Attention()({"q": q, "k": k, "v": v}, given)["o"]
+        return {**right, "o": JOINTS[self.joint](o)[:, : case["v"].shape[1]]}
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Attention of the second of four packed sequences: one row, x, none, and x - 2."""
+
+    #: of the sequences: "right", read as "lengths", "ignored", or "one key more" at each end
+    ends: str = "right"
+    tiled = False
+
+    @without_warnings
+    def __call__(self, case, given):
+        """Return {"o": ..., "lse": ...}; lse is right."""
+        right, n = Attention()(case, given), case["q"].shape[0]
+        if case["q"].ndim > 2:
+            return right
+        packed = {r: np.concatenate([case[r][:1] + 1, case[r], case[r] - 2]) for r in "qkv"}
+        ends_q, ends_k = ([0, 1, 1 + m, 1 + m, 1 + 2 * m] for m in (n, len(case["k"])))
+        if self.ends == "lengths":
+            ends_q, ends_k = np.cumsum([0, *ends_q]), np.cumsum([0, *ends_k])
+        if self.ends == "ignored":
+            ends_q, ends_k = ([0, len(packed[r])] for r in "qk")
+        o = np.zeros_like(packed["v"], shape=(len(packed["q"]), packed["v"].shape[1]))
+        for rows, cols in zip(*map(itertools.pairwise, (ends_q, ends_k)), strict=True):
+            rows, cols = slice(*rows), slice(cols[0], cols[1] + (self.ends == "one key more"))
+            part = {"q": packed["q"][rows], "k": packed["k"][cols], "v": packed["v"][cols]}
+            if len(part["q"]) and len(part["k"]):
+                o[rows] = Attention()({**part, "causal": case.get("causal")}, given)["o"]
+        return {**right, "o": o[1 : 1 + n]}
 
 
 # --- the backward pass --------------------------------------------------------------------------
@@ -715,6 +829,8 @@ ROW_SUMS = {  # (P, dP, dO, O) -> D, a column or a matrix
     "right": lambda P, dP, dO, O: (dO * O).sum(axis=1, keepdims=True),
     "P": lambda P, dP, dO, O: (P * dP).sum(axis=1, keepdims=True),
     "mean": lambda P, dP, dO, O: dP.mean(axis=1, keepdims=True),
+    "sum": lambda P, dP, dO, O: dP.sum(axis=1, keepdims=True),
+    "all": lambda P, dP, dO, O: (P * dP).sum(keepdims=True),
     "columns": lambda P, dP, dO, O: (P * dP).sum(axis=0, keepdims=True),
 }
 
@@ -725,20 +841,27 @@ class Backward:
 
     d_term: bool = True
     #: D = rowsum(dO * O): "right"; rowsum(P * dP) with its own "P", or that of each "tile" alone;
-    #: the plain "mean" of a row of dP; or the sum over the "columns" of P * dP
+    #: the plain "mean" or "sum" of a row of dP; the sum over the "columns" of P * dP, or over "all"
     d_from: str = "right"
-    normalised: bool = True  #: P = exp(S - lse), not exp(S - row maximum)
-    divided_by_lse: bool = False  #: P = exp(S) / lse
+    #: P = exp(S - lse): "right"; exp(S - row maximum), "not divided"; exp(S) / lse, "divided by
+    #: lse"; exp(S) / Σ exp(S), "no maximum"; or a softmax of each row of a "tile", or of "columns"
+    weights: str = "right"
+    #: m, lse and O are the right ones, of the forward pass, whatever `scale` and `sees` make of S
+    saved: bool = False
     scale_dq: float = 1  #: how many times dq and dk are multiplied by the scale
     scale_dk: float = 1
     scale: str = "right"  #: as in `Attention`
-    scale_p: str = "right"  #: in P = exp(S - lse): "missing" in S, or "in both" of S and lse
+    #: in P = exp(S - lse): "missing" in S, or "in both" of S and lse; or lse is "scaled" like S
+    scale_p: str = "right"
     ds: str = "right"  #: a key of DS
-    rows_last: bool = False  #: dk and dv keep the share of the last block of queries only
+    dk_of: str = "dS"  #: "P" in its place
+    dv_of: str = "P"  #: "dS" in its place
+    times: float = 1  #: what all three gradients are multiplied by
+    rows_last: str = ""  #: "dk", "dv" or "dk dv" keep the share of the last block of queries only
     dq_last: str = ""  #: dq keeps the share of the "last" block, or of the last one "visited", only
     tail_keys: str = "kept"  #: "kept" or "dropped"
     tail_queries: str = "kept"
-    sees: str = "right"  #: "right", "ignored" (all of causal), or "in lse" (not in P)
+    sees: str = "right"  #: a rule of `positions`
     heads: str = "grouped"  #: which key head a query head reads; as in `Attention`
     gather: str = "sum"  #: a key of GATHERS
     guard: bool = True  #: P = 0 in rows that see nothing
@@ -753,18 +876,21 @@ class Backward:
     @property
     def tiled(self):
         """Whether the size of a block makes a difference."""
-        return bool(self.dq_last) or self.skip or self.rows_last or self.least_block > 1
+        last = bool(self.dq_last or self.rows_last)
+        return last or self.skip or self.weights == "tile" or self.least_block > 1
 
     @property
     def least_block(self):
         """The smallest block worth a guess: with blocks of one this is right, or another fault."""
         cut = self.tail_keys != "kept" or self.tail_queries != "kept"
-        return 2 if cut or self.d_from == "tile" else 1
+        return 2 if cut or "tile" in (self.d_from, self.weights) else 1
 
     def may_show(self, case):
         """Whether this can give a wrong answer on a case, as far as is seen without computing."""
         if self == Backward(heads=self.heads, gather=self.gather):
             return case["q"].ndim > 2 and case["q"].shape[-3] != case["k"].shape[-3]
+        if self == Backward(sees=self.sees, saved=self.saved, guard=self.guard):
+            return bool(case.get("causal"))
         return True
 
     @without_warnings
@@ -784,19 +910,20 @@ class Backward:
         return {"dq": dq, "dk": gather(dk, n_kv), "dv": gather(dv, n_kv)}
 
     def _head(self, case, given, dO, Q, K, V):
-        scale = Attention(scale=self.scale)._scale(case)
-        causal = case.get("causal", False)
-        seen = positions(len(Q), len(K), "right", causal and self.sees != "ignored", None)
+        scale, causal = Attention(scale=self.scale)._scale(case), case.get("causal", False)
+        seen = positions(len(Q), len(K), self.sees, causal, None)
         S = scale * Q @ K.T
-        P_right, m, lse = self._softmax(S, seen)
-        if self.scale_p != "right":
+        forward = S, seen
+        if self.saved:
+            of_all = positions(len(Q), len(K), "right", causal, None)
+            forward = Attention()._scale(case) * Q @ K.T, of_all
+        P_right, m, lse = self._softmax(*forward)
+        if self.scale_p in ("missing", "in both"):
             S = Q @ K.T
         if self.scale_p == "in both":
             _, m, lse = self._softmax(S, seen)
-        S_P = np.where(seen | (self.sees == "in lse"), S, -INF)
-        P = np.exp(S_P - (lse if self.normalised else m)[:, None])
-        if self.divided_by_lse:
-            P = np.exp(S_P) / lse[:, None]
+        S = np.where(seen, S, -INF)
+        P = self._weights(S, m, lse * (scale if self.scale_p == "scaled" else 1), given)
         if self.guard:
             P[np.isneginf(m)] = 0
         visited = self._visited(seen, given)
@@ -806,10 +933,12 @@ class Backward:
         dS = DS[self.ds](P, dP, D) if self.d_term else P * dP
         dQ = np.where(self._lasting(visited, given), dS, 0) if self.dq_last else dS
         dQ = dQ @ K * scale**self.scale_dq
-        if self.rows_last:
-            first = (len(Q) - 1) // given["block_q"] * given["block_q"]
-            dS, P = (np.where(np.arange(len(Q))[:, None] >= first, x, 0) for x in (dS, P))
-        return dQ, dS.T @ Q * scale**self.scale_dk, P.T @ dO
+        of_K, of_V = P if self.dk_of == "P" else dS, dS if self.dv_of == "dS" else P
+        last = np.arange(len(Q))[:, None] >= (len(Q) - 1) // given["block_q"] * given["block_q"]
+        of_K = np.where(last, of_K, 0) if "dk" in self.rows_last else of_K
+        of_V = np.where(last, of_V, 0) if "dv" in self.rows_last else of_V
+        dK = of_K.T @ Q * scale**self.scale_dk
+        return self.times * dQ, self.times * dK, self.times * of_V.T @ dO
 
     def _softmax(self, S, seen):
         """Return P, the row maxima and the lse of what is seen of S."""
@@ -818,6 +947,19 @@ class Backward:
         e = np.exp(S - finite(m)[:, None])
         l = e.sum(axis=1)
         return e / nonzero(l)[:, None], m, m + np.log(l)
+
+    def _weights(self, S, m, lse, given):
+        """Return P of masked scores."""
+        if self.weights == "divided by lse":
+            return np.exp(S) / lse[:, None]
+        if self.weights == "no maximum":
+            return np.exp(S) / np.exp(S).sum(axis=1, keepdims=True)
+        if self.weights == "columns":
+            return self._softmax(S.T, True)[0].T
+        if self.weights == "tile":
+            cut = blocks(S.shape[1], given["block_k"])
+            return np.concatenate([self._softmax(S[:, cols], True)[0] for cols in cut], axis=1)
+        return np.exp(S - (lse if self.weights == "right" else m)[:, None])
 
     def _row_sums(self, P, dP, dO, O, given):
         """Return D: a column, or as a matrix where it differs from tile to tile."""
@@ -865,13 +1007,14 @@ class BlockSizes:
     floor: bool = False  #: rounded down, at least 1
     whole: Callable | None = None  #: M/4d -> whole number, in place of rounding it up
     parts: float = 4  #: M/parts d
+    times_d: bool = False  #: M/parts · d, from left to right
     capped: str = "rows"  #: by d: "rows", "none", "both", or "up" (the larger of the two)
     tiled = False
 
     def __call__(self, case, given):
         """Return {"sizes": (B_r, B_c)}."""
         M, d = case["sram_elements"], case["d"]
-        share = M / (self.parts * d)
+        share = M / self.parts * d if self.times_d else M / (self.parts * d)
         B_c = max(1, math.floor(share)) if self.floor else (self.whole or math.ceil)(share)
         B_r = B_c if self.capped == "none" else min(B_c, d)
         B_r = max(B_c, d) if self.capped == "up" else B_r
@@ -879,13 +1022,21 @@ class BlockSizes:
         return {"sizes": (B_c, B_r) if self.swapped else (B_r, B_c)}
 
 
+QUERY_BLOCKS = {  # (n_q, B_r, B_c) -> T_r
+    "right": lambda n_q, B_r, B_c: -(-n_q // B_r),
+    "floor": lambda n_q, B_r, B_c: n_q // B_r,
+    "divided": lambda n_q, B_r, B_c: n_q / B_r,
+    "one more": lambda n_q, B_r, B_c: n_q // B_r + 1,
+    "by columns": lambda n_q, B_r, B_c: -(-n_q // B_c),
+}
+
+
 @dataclass(frozen=True)
 class Traffic:
     """The traffic of FlashAttention-2, in elements."""
 
     keys_once: bool = False  #: K and V are read once, not once for every query block
-    floor: bool = False  #: T_r = n_q // B_r
-    divided: bool = False  #: T_r = n_q / B_r, not rounded
+    query_blocks: str = "right"  #: how many there are: a key of QUERY_BLOCKS
     query_reloaded: bool = False  #: Q_i is read again for every key block
     keys: str = "rows"  #: K and V are read once per block of "rows", or of "columns", or "row"
     values: bool = True  #: V is read
@@ -902,8 +1053,7 @@ class Traffic:
         """Return {"traffic": (loads, stores)}."""
         n_q, n_k, d, d_v = (case[name] for name in ("n_q", "n_k", "d", "d_v"))
         B_r, B_c = given["block_q"], given["block_k"]
-        T_r = n_q // B_r if self.floor else -(-n_q // B_r)
-        T_r = n_q / B_r if self.divided else T_r
+        T_r = QUERY_BLOCKS[self.query_blocks](n_q, B_r, B_c)
         T_c = -(-n_k // B_c)
         n_q = T_r * B_r if self.full in ("queries", "both") else n_q
         n_k = T_c * B_c if self.full in ("keys", "both") else n_k
@@ -917,3 +1067,16 @@ class Traffic:
         stores = n_q * (stored * self.output + self.lse)
         counts = (self.times * loads, self.times * stores)
         return {"traffic": counts[::-1] if self.swapped else counts}
+
+
+@dataclass(frozen=True)
+class FirstTraffic:
+    """The traffic of FlashAttention-1, in elements, without the first stores of O, l and m."""
+
+    tiled = False
+
+    def __call__(self, case, given):
+        """Return {"traffic": (loads, stores)}."""
+        n_q, n_k, d, d_v = (case[name] for name in ("n_q", "n_k", "d", "d_v"))
+        T_c, state = -(-n_k // given["block_k"]), n_q * (d_v + 2)
+        return {"traffic": (n_k * (d + d_v) + T_c * (n_q * d + state), T_c * state)}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashref.check.answers import allowed, tolerance, wrong_places
+from flashref.check.clues import one_factor
 from flashref.check.mistakes import CATALOGUE, DESCRIBED
 
 ARITHMETIC = ("OverflowError", "ZeroDivisionError", "FloatingPointError")
@@ -51,7 +52,8 @@ def name_mistakes(exercise, learner, tried):
         Empty if none fits.
     """
     evidence = _Evidence(exercise, learner, tried)
-    if not evidence.failed:
+    unread = any(t.got is None and t.error is None and not t.case.larger for t in tried)
+    if not evidence.failed or unread:
         return []
     # the plainest explanation first: the block sizes that were asked for, before hidden ones; one
     # mistake, before one with 0/0 in empty rows besides
@@ -72,6 +74,8 @@ def partly(exercise, learner, tried):
     """
     evidence = _Evidence(exercise, learner, tried)
     first = next((t for t in tried if t in evidence.failed), None)
+    if first is not None and first.got is not None and len(first.got) > 1 and one_factor(first):
+        return None, 0  # what all outputs share is no mistake in one of them
     best, most = None, 0
     for mistake in (*CATALOGUE, *DESCRIBED) if first is not None else ():
         for form, given in evidence.hypotheses(mistake, hidden=False):
@@ -118,7 +122,9 @@ class _Evidence:
         for form, given in self.hypotheses(mistake, hidden):
             may_show = getattr(form, "may_show", lambda case: True)
             if not unguarded:
-                fits = all(may_show(t.case) for t in self.failed) and _fits(form, given, self.tried)
+                # asked of one case first: most forms are out after it, and it costs little
+                fits = may_show(self.failed[0].case) and _fits(form, given, self.tried)
+                fits = fits and all(may_show(t.case) for t in self.failed)
                 if fits and (not hidden or self.tells_blocks(form, given)):
                     return True
                 continue

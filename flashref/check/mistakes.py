@@ -15,14 +15,18 @@ from flashref.check.faulty import (
     Backward,
     BlockSizes,
     ColumnAttention,
+    FirstTraffic,
     MatrixAttention,
     Merge,
     OnlineSoftmax,
+    Packed,
     Softmax,
     Traffic,
+    TwoHeads,
 )
 
 LESSONS = {
+    "00": "00_start_here",
     "01": "01_standard_attention",
     "02": "02_safe_softmax",
     "03": "03_online_softmax",
@@ -33,6 +37,7 @@ LESSONS = {
     "08": "08_flash2",
     "09": "09_masks_and_heads",
     "10": "10_block_sparse",
+    "11": "11_flash3_ideas",
 }
 
 
@@ -69,6 +74,13 @@ def _forward(*forms):
     return {"attention": forms, "block_sparse_attention": forms}
 
 
+COUNTS_ARE_IN = (
+    "00",
+    "“The first five minutes” (later lesson 05, the closed form, and lesson 08, which loads and "
+    "stores move out of the inner loop)",
+)
+
+
 def _forward_place(lesson, where):
     """Return a nearer place to read again, for all checks of a forward pass."""
     checks = ("online_softmax", "attention", "block_sparse_attention")
@@ -97,9 +109,20 @@ def _online(**switches):
     return [OnlineSoftmax(**switches, guard=guard) for guard in ("no", "l", "zeros")]
 
 
+def _of_p_and_saved(rule):
+    """Return backward passes whose P follows a rule: with an lse of its own, or the right one."""
+    return [
+        Backward(sees=rule, saved=saved, guard=guard)
+        for saved in (True, False) for guard in (True, False)
+    ]  # fmt: skip
+
+
 def _rows(*forms):
     """Return softmaxes that give 0 in a row whose sum is 0, and the same ones that give 0/0."""
     return [replace(form, guard=guard) for form in forms for guard in (True, False)]
+
+
+COLUMNS = _rows(Softmax(over="column"), Softmax(over="first"), Softmax(sum_over="column"))
 
 
 CATALOGUE = (
@@ -117,6 +140,9 @@ CATALOGUE = (
                 Attention(maximum="none"), Attention(maximum="none", guard="l"),
                 Attention(maximum="none", by_log=True),
             ),
+            "attention_backward": [
+                Backward(weights="no maximum", d_from=d_from) for d_from in ("P", "right")
+            ],
         },
     ),
     Mistake(
@@ -125,9 +151,15 @@ CATALOGUE = (
         "Print the sums of your weights along both axes for a matrix with two rows.",
         "01", "the rows of P",
         {
-            "softmax": _rows(Softmax(over="column"), Softmax(over="first")),
-            "online_softmax": _rows(Softmax(over="column"), Softmax(over="first")),
-            "attention": [ColumnAttention(), ColumnAttention(axis=0)],
+            "softmax": COLUMNS,
+            "online_softmax": COLUMNS,
+            "attention": [
+                ColumnAttention(axis, max_axis) for max_axis in (None, -1) for axis in (-2, 0)
+            ],
+            "attention_backward": [
+                Backward(weights="columns", d_from=d_from, saved=saved)
+                for d_from in ("P", "columns", "right") for saved in (False, True)
+            ],
         },
     ),
     Mistake(
@@ -138,7 +170,7 @@ CATALOGUE = (
         {
             "softmax": [Softmax(divide=False)],
             "online_softmax": [OnlineSoftmax(divide=False)],
-            **_forward(Attention(divide=False)),
+            **_forward(Attention(divide=False), Attention(divide=False, old_l=True)),
         },
         nearer={
             "softmax": ("02", "“Scores become shares”"),
@@ -231,7 +263,8 @@ CATALOGUE = (
         "A padding key of zeros has the score 0. What is its weight, exp(0 - m), next to the real "
         "ones?",
         "04", "the experiment with a padded tail",
-        _forward(Attention(tail_keys="zeros")),
+        {"online_softmax": _online(tail="padded"), **_forward(Attention(tail_keys="zeros"))},
+        nearer={"online_softmax": ("03", "“Any order, any blocks”")},
     ),
     Mistake(
         "tail_queries_dropped",
@@ -252,7 +285,10 @@ CATALOGUE = (
         "The scale is 1/√d, not 1/d.",
         "Compute one score by hand, q_0 · k_0 with its factor, and compare it with yours.",
         "01", "the scale 1/√d",
-        _forward(Attention(scale="1/d")),
+        {
+            **_forward(Attention(scale="1/d")),
+            "attention_backward": [Backward(scale="1/d"), Backward(scale="1/d", saved=True)],
+        },
     ),
     Mistake(
         "head_zero_for_all",
@@ -280,28 +316,40 @@ CATALOGUE = (
         "A query may see its own position too.",
         "What is the first row of a causal output? Which key does query 0 see?",
         "09", "which keys a query may see",
-        _forward(Attention(sees="strict")),
+        {
+            **_forward(Attention(sees="strict")),
+            "attention_backward": _of_p_and_saved("strict"),
+        },
     ),
     Mistake(
         "causal_off_by_one",
         "Each query sees one key too many.",
         "Which keys does query 0 see in your code? Print the mask for n = 3.",
         "09", "which keys a query may see",
-        _forward(Attention(sees="one more")),
+        {
+            **_forward(Attention(sees="one more")),
+            "attention_backward": _of_p_and_saved("one more"),
+        },
     ),
     Mistake(
         "causal_top_left",
         "With fewer queries than keys the *last* query lines up with the last key.",
         "One new query, eight cached keys: which of them may it see?",
         "09", "alignment for n_q ≠ n_k",
-        _forward(Attention(sees="top-left")),
+        {
+            **_forward(Attention(sees="top-left")),
+            "attention_backward": _of_p_and_saved("top-left"),
+        },
     ),
     Mistake(
         "causal_future",
         "The mask is turned round: your queries see only the future.",
         "Print your mask for n = 3. Which triangle is it?",
         "09", "which keys a query may see",
-        _forward(Attention(sees="future")),
+        {
+            **_forward(Attention(sees="future")),
+            "attention_backward": _of_p_and_saved("future"),
+        },
     ),
     Mistake(
         "diagonal_block_unmasked",
@@ -362,13 +410,7 @@ CATALOGUE = (
         "log Σ exp(s): write it with m and l = Σ exp(s - m).",
         "03", "the column L of the worked table",
         {
-            "softmax": _rows(Softmax(lse="no maximum")),
-            "online_softmax": _rows(Softmax(lse="no maximum")),
             **_forward(Attention(lse="no maximum")),
-        },
-        nearer={
-            check: ("02", "“One number that remembers a row”")
-            for check in ("softmax", "online_softmax")
         },
     ),
     Mistake(
@@ -426,7 +468,7 @@ CATALOGUE = (
         "Add up one row of the P in your backward pass.",
         "07", "P = exp(S - L)",
         {"attention_backward": [
-            Backward(normalised=False), Backward(normalised=False, d_from="P"),
+            Backward(weights="not divided", d_from=d_from) for d_from in ("right", "P")
         ]},
     ),
     Mistake(
@@ -455,10 +497,7 @@ CATALOGUE = (
         "Your backward pass lets masked keys take part.",
         "Which entries of P are 0 in the forward pass? Print the same P in your backward pass.",
         "09", "which keys a query may see",
-        {"attention_backward": [
-            Backward(sees="in lse"), Backward(sees="in lse", guard=False),
-            Backward(sees="ignored"),
-        ]},
+        {"attention_backward": _of_p_and_saved("ignored")},
     ),
     Mistake(
         "gqa_gradients_not_summed",
@@ -485,35 +524,35 @@ CATALOGUE = (
         "block_sizes_swapped",
         "Rows and columns are swapped: only B_r is capped by d.",
         "Q and O are cut in rows, K and V in columns of S. Which of the two sizes has min(…, d)?",
-        "05", "the table of block sizes",
+        "05", "“What must fit”",
         {"block_sizes": [BlockSizes(swapped=True)]},
     ),
     Mistake(
         "block_sizes_floor",
         "The paper rounds M/4d up.",
         "M = 50, d = 4: M/4d is 3.125. Which whole number does the paper take?",
-        "05", "the table of block sizes",
+        "05", "“What must fit”",
         {"block_sizes": [BlockSizes(floor=True)]},
     ),
     Mistake(
         "traffic_keys_once",
         "In FlashAttention-2 every query block reads all of K and V again.",
         "Which loop is the outer one? How many times does a row of K pass by?",
-        "08", "which loads and stores moved out of the inner loop",
+        *COUNTS_ARE_IN,
         {"traffic": [Traffic(keys_once=True)]},
     ),
     Mistake(
         "traffic_blocks_floored",
         "The last, shorter block of queries reads the keys too: round up.",
         "How many query blocks are there for 5 queries in blocks of 2?",
-        "04", "T_r and T_c, rounded up",
-        {"traffic": [Traffic(floor=True)]},
+        *COUNTS_ARE_IN,
+        {"traffic": [Traffic(query_blocks="floor")]},
     ),
     Mistake(
         "traffic_query_reloaded",
         "Q_i can stay in fast memory during its whole row of tiles.",
         "Which of your loads stand in the inner loop, and which of them depend on j?",
-        "08", "which loads and stores moved out of the inner loop",
+        *COUNTS_ARE_IN,
         {"traffic": [Traffic(query_reloaded=True)]},
     ),
 )  # fmt: skip
@@ -585,7 +624,10 @@ def _scaled(scale, text):
         "Compute one score by hand, q_0 · k_0 with its factor, and compare it with yours.",
         "01",
         "the scale 1/√d",
-        _forward(Attention(scale=scale)),
+        {
+            **_forward(Attention(scale=scale)),
+            "attention_backward": [Backward(scale=scale), Backward(scale=scale, saved=True)],
+        },
     )
 
 
@@ -596,18 +638,26 @@ def _sizes(text, **switches):
         "Work out ⌈M/4d⌉ for M = 50 and d = 4, and for M = 100 and d = 3. Which of the two sizes "
         "may not be larger than d?",
         "05",
-        "the table of block sizes",
+        "“What must fit”",
         {"block_sizes": [BlockSizes(**switches)]},
     )
 
 
 def _counted(text, hint, *forms):
-    return Mistake("", text, hint, "08", "which loads and stores moved out of the inner loop",
+    return Mistake("", text, hint, *COUNTS_ARE_IN,
                    {"traffic": list(forms)})  # fmt: skip
 
 
 # what else is seen, described in words alone: `Report.mistake` stays None
 DESCRIBED = (
+    Mistake(
+        "",
+        "The sum is measured against the maximum, the scores above it are not: a share is "
+        "exp(s - m) / l, or exp(s - lse) with m + log l for lse.",
+        "Your l is Σ exp(s - m). For the scores 1 and 1, what is l, and your share of each?",
+        "02", "“One number that remembers a row”",
+        {check: _rows(Softmax(lse="no maximum")) for check in ("softmax", "online_softmax")},
+    ),
     Mistake(
         "",
         "One maximum is subtracted from the whole matrix. A row that lies far below it vanishes: "
@@ -732,6 +782,7 @@ DESCRIBED = (
             **_forward(
                 Attention(rescale_l="zero", rescale_o="zero"),
                 Attention(rescale_l="zero", rescale_o="zero", maximum="own"),
+                Attention(rescale_l="zero", rescale_o="zero", maximum="own", lse="start"),
                 Attention(rescale_l="zero"), Attention(rescale_o="zero"),
             ),
         },
@@ -783,6 +834,38 @@ DESCRIBED = (
     ),
     Mistake(
         "",
+        "The sum of a tile, or its P̃V, is still measured against the tile's own maximum: bring "
+        "both to the new one.",
+        "The row has seen 10, the tile's own maximum is 3. What is the tile's P̃ measured against, "
+        "and what do l and O expect?",
+        "04", "“One tile”",
+        _forward(Attention(p_against="own in o"), Attention(p_against="own in l")),
+    ),
+    Mistake(
+        "",
+        "The P̃V that comes late is measured against the m before: here the output shrinks before "
+        "it is added.",
+        "PV of a block comes after the softmax of the next one. Which m is its P̃ measured "
+        "against, and which one is the output, when the two are added?",
+        "11", "“The algorithm”",
+        {"attention": [Attention(pipeline="late")]},
+    ),
+    Mistake(
+        "",
+        "The last PV is missing: when the loop ends, one P̃ has not yet met its V.",
+        "How many products PV does your loop compute for 4 blocks, and which one is left?",
+        "11", "“The algorithm”",
+        {"attention": [Attention(pipeline="no last")]},
+    ),
+    Mistake(
+        "",
+        "P̃ of one block meets V of the next: the last block of keys has no P̃ of its own.",
+        "Which blocks of K does your loop take for 4 blocks, and which blocks of V?",
+        "11", "“Break it: one step too few”",
+        {"attention": [Attention(pipeline="short")]},
+    ),
+    Mistake(
+        "",
         "The correction factor is upside down for one of l and the output, and right for the "
         "other.",
         "The maximum rises from 2 to 10. Are both of your factors smaller than 1?",
@@ -830,6 +913,23 @@ DESCRIBED = (
         "Print list(range(6))[0:3]. Which rows does your first block of 3 hold?",
         "04", "“Cut into blocks”",
         _forward(Attention(short="both"), Attention(short="keys")),
+    ),
+    Mistake(
+        "",
+        "The sizes are mixed up in the loop over the keys: it takes block_k of them at a time, but "
+        "steps by block_q. Some are left out, or count twice.",
+        "Print the start and the stop of each block of keys, for tiles of 3 × 2 and of 2 × 3.",
+        "04", "“Cut into blocks”",
+        _forward(Attention(mixed=True)),
+    ),
+    Mistake(
+        "",
+        "Neighbouring blocks overlap by one: what stands there counts twice.",
+        "Print list(range(6))[0:3] and list(range(6))[3:6]. Which rows do your first two blocks of "
+        "3 hold?",
+        "04", "“Cut into blocks”",
+        {"online_softmax": _online(shared=True), **_forward(Attention(shared=True))},
+        nearer={"online_softmax": ("03", "“Any order, any blocks”")},
     ),
     Mistake(
         "",
@@ -898,6 +998,50 @@ DESCRIBED = (
     ),
     Mistake(
         "",
+        "Heads and rows are mixed up: a reshape alone keeps the order of the numbers, in which all "
+        "heads of a row stand together.",
+        "np.arange(12) in two rows, for three heads: which numbers are head 1's? And which does "
+        "your cut give it?",
+        "01", "“Heads, and how to cut them”",
+        {"attention": [
+            TwoHeads("rows", "rows"), TwoHeads("right", "rows"), TwoHeads("rows", "right"),
+        ]},
+    ),
+    Mistake(
+        "",
+        "A head is made of columns that lie apart: head 0 of 2 holds the first half of them, not "
+        "every second one.",
+        "A row a, b, c, d for two heads: which letters are head 1's? And which does your code give "
+        "it?",
+        "01", "“Heads, and how to cut them”",
+        {"attention": [
+            TwoHeads("combs", "combs"), TwoHeads("right", "combs"), TwoHeads("combs", "right"),
+        ]},
+    ),
+    Mistake(
+        "",
+        "cu_seqlens is read as lengths. It holds ends: each sequence starts where the one before "
+        "stops.",
+        "cu_seqlens is 0, 1, 4, 4, 7. How many sequences are there, and how long is each?",
+        "09", "“Packed sequences”",
+        {"attention": [Packed("lengths")]},
+    ),
+    Mistake(
+        "",
+        "Each packed sequence sees the first key of the next one too: an end is no part of it.",
+        "cu_seqlens is 0, 1, 4, 4, 7. Which keys are those of the second sequence? Print yours.",
+        "09", "“Packed sequences”",
+        {"attention": [Packed("one key more")]},
+    ),
+    Mistake(
+        "",
+        "All packed sequences are taken for one: queries see the keys of other sequences.",
+        "Change a key of the first sequence. Which rows of the output may move?",
+        "09", "“Packed sequences”",
+        {"attention": [Packed("ignored")]},
+    ),
+    Mistake(
+        "",
         "Only the share of the last key is left in o: every share takes the place of the one "
         "before it.",
         "How often does your loop write to the same row of o? What happens to what was there?",
@@ -912,6 +1056,8 @@ DESCRIBED = (
         ("right end alone", "does not end on the left", ENDS),
         ("no window", "has no effect", ENDS),
         ("window turned", "has left and right exchanged", ENDS),
+        ("window alone", "takes the place of causal: where both are given, both hold",
+         "Which pairs does causal=True alone let a query see? And with window=(1, 1) besides?"),
         ("window top-left", "is not shifted by n_k - n_q where n_q ≠ n_k", OFFSET),
     )),
     Mistake(
@@ -962,13 +1108,20 @@ DESCRIBED = (
         "nothing.",
         "What does a part with that lse weigh, exp(lse), when it is merged with another one?",
         "09", "a row with no key",
-        _forward(Attention(empty_lse=0.0), Attention(empty_lse=math.inf)),
-        nearer={"attention": ("02", "“One number that remembers a row”")},
+        {
+            **_forward(Attention(empty_lse=0.0), Attention(empty_lse=math.inf)),
+            "merge_attention": [Merge(empty_lse=0.0), Merge(empty_lse=math.inf)],
+        },
+        nearer={
+            "attention": ("02", "“One number that remembers a row”"),
+            "merge_attention": ("03", "“Two finished halves”"),
+        },
     ),
     _lse("base 2 of l", "m + log₂ l: one part is natural, the other in base 2"),
     _lse("maximum", "m alone; the sum l is missing"),
     _lse("sum", "l alone, with neither its logarithm nor m"),
     _lse("no logarithm", "m + l; l needs its logarithm"),
+    _lse("log of both", "log(m + l); only l is under the logarithm"),
     _lse("minus", "m - log l; a sign is wrong"),
     _lse("product", "m · log l; look at the operation between them"),
     _lse("exponential", "Σ exp(s) itself, without the logarithm"),
@@ -1060,12 +1213,25 @@ DESCRIBED = (
     ),
     Mistake(
         "",
+        "lse is multiplied by the scale too. It was made of scores that have it already.",
+        "lse = log Σ exp(s), and s has the scale in it. What does a row of exp(s - lse) sum to, "
+        "and a row of yours?",
+        "07", "“One number per row brings P back”",
+        {
+            "attention_backward": [
+                Backward(scale_p="scaled", d_from=d_from) for d_from in ("right", "P")
+            ],
+            "attention": [MatrixAttention(from_lse="scaled")],
+        },
+    ),
+    Mistake(
+        "",
         "exp(S) is divided by lse itself; lse is the logarithm of the sum that belongs there.",
         "Two scores are 0 and 0. What is their lse, and by what must exp(0) be divided?",
         "07", "P = exp(S - L)",
         {
             "attention_backward": [
-                Backward(divided_by_lse=True), Backward(divided_by_lse=True, d_from="P"),
+                Backward(weights="divided by lse", d_from=d_from) for d_from in ("right", "P")
             ],
             "attention": [MatrixAttention(from_lse="divided")],
         },
@@ -1085,6 +1251,20 @@ DESCRIBED = (
         "Add up one row of your dS. What should the sum be?",
         "06", "D, found in two ways",
         {"attention_backward": [Backward(d_from="mean")]},
+    ),
+    Mistake(
+        "",
+        "D is the plain sum of a row of dP. Each key counts with its weight P in it.",
+        "Add up one row of your dS. What should the sum be?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(d_from="sum")]},
+    ),
+    Mistake(
+        "",
+        "D is one number for all rows. Each query has a D of its own.",
+        "What is the shape of D, and along which axis is P ∘ dP added up?",
+        "06", "D, found in two ways",
+        {"attention_backward": [Backward(d_from="all")]},
     ),
     Mistake(
         "",
@@ -1152,7 +1332,7 @@ DESCRIBED = (
     ),
     Mistake(
         "",
-        "dV is right, and dQ and dK have a sign wrong: dS = P ∘ (dP - D).",
+        "dQ and dK have a sign wrong: dS = P ∘ (dP - D).",
         "Add up one row of your dS. What should the sum be, and which sign do you see?",
         "06", "D, found in two ways",
         {"attention_backward": [Backward(ds="plus"), Backward(ds="turned")]},
@@ -1170,7 +1350,52 @@ DESCRIBED = (
         "dK and dV collect a share from every block of queries; yours keep only the last.",
         "How often does your loop write to the same rows of dK? What happens to what was there?",
         "07", "what stays and what passes by in the backward loop",
-        {"attention_backward": [Backward(rows_last=True)]},
+        {"attention_backward": [Backward(rows_last="dk dv")]},
+    ),
+    *(
+        Mistake(
+            "",
+            f"{right} is right. {name} collects a share from every query; yours keeps only the "
+            "last.",
+            f"How often does your loop write to the same rows of {name}? What happens to what was "
+            "there?",
+            "07", "“What stays, and what passes by”",
+            {"attention_backward": [Backward(rows_last=name.lower())]},
+        )
+        for name, right in (("dK", "dV"), ("dV", "dK"))
+    ),
+    Mistake(
+        "",
+        "P stands where dS belongs in dK: V is reached through P, but K through the scores.",
+        "dV = Pᵀ dO, since O = P V. In S = τ Q Kᵀ, the gradient of which matrix plays the part of "
+        "dO?",
+        "06", "“dQ and dK”",
+        {"attention_backward": [Backward(dk_of="P")]},
+    ),
+    Mistake(
+        "",
+        "dS stands where P belongs in dV.",
+        "O = P V. By which matrix are the rows of V added up, and which of its letters stands in "
+        "your dV?",
+        "06", "“One rule for matrix products”",
+        {"attention_backward": [Backward(dv_of="dS")]},
+    ),
+    Mistake(
+        "",
+        "P is a softmax of each tile alone. A row of P sums to 1 over all keys, not over those of "
+        "one tile.",
+        "Which number, saved by the forward pass for each row, knows all of its keys?",
+        "07", "“One number per row brings P back”",
+        {"attention_backward": [
+            Backward(weights="tile", d_from=d_from) for d_from in ("right", "P", "tile")
+        ]},
+    ),
+    Mistake(
+        "",
+        "All three gradients are twice the right ones.",
+        "If they come from nudges by h up and h down: how far apart are the two places?",
+        "06", "“Do you trust it?”",
+        {"attention_backward": [Backward(times=2)]},
     ),
     Mistake(
         "",
@@ -1180,6 +1405,13 @@ DESCRIBED = (
         {"block_sparse_attention": [
             Attention(sparse="turned"), Attention(sparse="turned", guard="no"),
         ]},
+    ),
+    Mistake(
+        "",
+        "After the first absent tile, those that follow it in its row or column are left out too.",
+        "What does your loop do at an absent tile: end, or go on to the next one?",
+        "10", "“Tiles that are not there”",
+        {"block_sparse_attention": [Attention(sparse="row ends"), Attention(sparse="column ends")]},
     ),
     Mistake(
         "",
@@ -1212,6 +1444,8 @@ DESCRIBED = (
     _sizes("M/4d rounded up is one more only if there is a remainder.",
            whole=lambda share: math.floor(share) + 1),
     _sizes("M/4d is not rounded: sizes are whole numbers.", whole=lambda share: share),
+    _sizes("M is divided by 4, then multiplied by d: Python reads M / 4 * d from left to right.",
+           times_d=True),
     _sizes("M is divided by d, not by 4d: K, V, Q and O share the memory.", parts=1),
     _sizes("M is divided by 2d, not by 4d: K, V, Q and O share the memory.", parts=2),
     _sizes("M is divided by 3d, not by 4d: K, V, Q and O share the memory.", parts=3),
@@ -1251,7 +1485,23 @@ DESCRIBED = (
     _counted(
         "The number of query blocks is not rounded: the last, shorter block reads all keys too.",
         "How many blocks are 5 queries in blocks of 2?",
-        Traffic(divided=True),
+        Traffic(query_blocks="divided"),
+    ),
+    _counted(
+        "There is one block of queries more than needed where n_q is a multiple of block_q.",
+        "How many blocks are 4 queries in blocks of 2, and how many 5?",
+        Traffic(query_blocks="one more"),
+    ),
+    _counted(
+        "The blocks of queries are counted with block_k; their rows are block_q.",
+        "How many blocks are 8 queries with block_q = 2 and block_k = 4?",
+        Traffic(query_blocks="by columns"),
+    ),
+    _counted(
+        "These are FlashAttention-1's counts without its first stores: O, l and m are written once "
+        "before the loops.",
+        "What does the inner loop load in its very first turn, and who has put that there?",
+        FirstTraffic(),
     ),
     _counted(
         "K is counted, V is not: it is read as often.",

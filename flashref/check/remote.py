@@ -359,6 +359,7 @@ class Process:
             elif do == "get":
                 [name] = values["args"]
                 value = getattr(memory, name) if name in MEMORY_NUMBERS else None
+                value = dict(value) if isinstance(value, dict) else value
             elif do == "set head":
                 [memory.head] = values["args"]
         except (TypeError, ValueError, LookupError, AttributeError, MemoryError) as error:
@@ -493,11 +494,12 @@ class Process:
         ours = {
             name.encode("ascii", "backslashreplace").decode(): name for name in self.homework.labels
         }
-        return [
+        lines = [
             self.homework.line(ours[file], int(number), name.strip())
             for file, number, name in reversed(frames)
             if file in ours
-        ][-10:]
+        ]
+        return lines
 
 
 class Printed:
@@ -576,9 +578,7 @@ def unreadable(content):
 def learner_error(fields):
     """Return the learner's exception, described by the other side, as one of ours."""
     kind, text = f"{fields['type']!s:.100}", f"{fields['text']!s:.2000}"
-    lines = [
-        {key: f"{at[key]!s:.300}" for key in ("place", "line")} for at in fields["lines"][-10:]
-    ]
+    lines = [{key: f"{at[key]!s:.300}" for key in ("place", "line")} for at in fields["lines"]]
     bases = [str(base) for base in fields["bases"]]
     if "MemoryError" in bases:
         return MemoryLimit(f"out of memory: {text}", lines)
@@ -588,7 +588,10 @@ def learner_error(fields):
 
 
 GARBLED = "it wrote to the pipe that belongs to the checker"
-MEMORY_NUMBERS = ("loads", "stores", "peak_sram", "sram_elements", "head")
+MEMORY_NUMBERS = (
+    *("loads", "stores", "loads_by_array", "stores_by_array"),
+    *("peak_sram", "sram_elements", "head"),
+)
 
 
 def _import_path():

@@ -39,6 +39,8 @@ SCOPES = {  # what a function is right for that refuses a size
         for sign in "<>"
     },
     "a scale of 0 or below": " for scales above 0",
+    "more than 900 rows": " for up to 900 rows",
+    "two masks at once": " with one mask at a time",
 }
 MATTER = ("causal", "scale", "window", "mask")  #: options that an exercise may be about
 
@@ -460,6 +462,7 @@ def _as_html(part):
         return f'<p style="margin: 0.4em 0">{heading}{html.escape(text)}</p>'
     if kind == "code":
         style = "margin: 0.4em 0; padding: 0.2em 0 0.2em 1em; border-left: 2px solid currentColor"
+        style += "; font-family: monospace"  # a page may set another, as nbconvert's do
         return f'<pre style="{style}; overflow-x: auto">{html.escape(rest[0])}</pre>'
     if kind == "table":
         headings, rows = rest

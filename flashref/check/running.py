@@ -11,6 +11,7 @@ from flashref import io_model
 from flashref.check import calling, clues, matching
 from flashref.check.answers import (
     ORDINARY,
+    SPACING,
     Problem,
     Unreadable,
     compare,
@@ -33,16 +34,23 @@ from flashref.check.exercises import (
 )
 from flashref.check.matching import Tried
 from flashref.check.report import Failure, Report, meant
+from flashref.inputs import count
 
 ROUNDING = 3e-7  #: by which two answers to one question may differ: threads add in any order
 SMALL = 64  #: rows of the largest array with cases="small"
-REFUSED_SIZE = (  # what code says that wants more axes than it got
-    "to unpack", "out of bounds for", "out of range", "axes don't match", "too many indices",
-    "dimension", "swapaxes", "no len()", "ndim", "not subscriptable",
+DEEP = 900  #: rows; Python's own stack of calls ends near 1000, which is no mistake of a recursion
+MORE_AXES = (  # what code says that wants more axes than it got
+    "not enough values to unpack", "out of bounds for array", "Dimension out of range",
+    "tuple index out of range", "axes don't match", "too many indices", "dimensional",
+    "number of dimensions", "subscript", "swapaxes", "ndim", "no len()", "is not iterable",
+    "invalid index to scalar",
 )  # fmt: skip
+FEWER_AXES = "too many values to unpack"  # and what it says that got too many
 OF_SIZES = re.compile(r"shape|ndim|len\(|size|dim|width|head|axes|\b[dDE]\b|\bd_[a-z]\b")
 OF_LENGTHS = re.compile(r"seq|\b[nN](_?[qkQK]|\d)?\b|\b[tTsSlL]_?[qk]\b|scale|tau")
+OF_MASKS = re.compile(r"(causal|window|mask)\b.* is (not )?None|not (is_)?causal\b")
 MISFIT = re.compile("broadcast|mismatch|out of (bounds|range)")  # heads that are not there
+NEEDED = re.compile("missing .* required (positional|keyword-only) argument")
 REFUSALS = ("AssertionError", "NotImplementedError", "ValueError")  # what people raise on purpose
 
 
@@ -64,6 +72,7 @@ def run(name, function, cases=None, seed=0, masked=False):
     """
     if cases not in (None, "small"):
         raise ValueError(f"{cases=} must be None or 'small'")
+    seed = count("seed", seed, least=0)
     exercise = with_masked_rows(EXERCISES[name]) if masked else EXERCISES[name]
     try:
         exercise, learner = _understand(exercise, function)
@@ -191,7 +200,7 @@ class _Session:
     def _one_width(self, case, before):
         """Go on with d_v = d, unless what failed for d_v ≠ d was a test of the answer."""
         if not _tests_the_answer(before.error):
-            self._refuse("d_v ≠ d", before)
+            self._refuse("d_v ≠ d", before.said, before.error)
             return True
         self.one_width = False
         words = (
@@ -226,9 +235,9 @@ class _Session:
         for other in ("torch", "jax"):
             if (other, axes, False) in attempts and calling.speaks_of(other, self.learner, error):
                 library = other  # then the error on NumPy arrays says nothing
-        error = attempts[library, axes, False].error
-        if len(self.exercise.axes) > 1 and any(words in error.text for words in REFUSED_SIZE):
-            axes = self.exercise.axes[1]
+        for more in self.exercise.axes[1:2]:
+            errors = (attempts[library, n, False].error for n in (axes, more))
+            axes = more if _wants_more_axes(*errors) else axes
         self.learner.library, self.axes = library, axes
         answer = attempts[library, axes, False]
         self._fail(self._sized(case), answer, self._error_problem(answer.error))
@@ -249,17 +258,15 @@ class _Session:
 
     def _ask(self, case, first, repeat):
         """Ask one case; return whether to go on."""
-        # larger sizes when the plain one works, and of those none that was refused
-        one_head = self.refusals.get("several heads")
-        if one_head is not None and case.larger == GROUPED:
-            self._refuse(case.larger, Answer(error=one_head))  # what it makes of them means nothing
-        skip = self.failures or case.larger in self.refused
-        if case.larger and (skip or ("q" in case and case["q"].ndim - 2 < self.axes)):
+        if case.larger and self._left_out(case):
             return True
         case = self._sized(case)
         answer = self._call(case, first)
         if answer.error is not None:
             return self._not_answered(case, answer)
+        if self._answered_for_keys(case, answer):
+            self._refuse(case.larger, "an answer for as many heads as k has")
+            return True
         right = self.exercise.right(case)
         got, problem = self._judge(case, answer, right, both=not first)
         self.tried.append(Tried(case, right, got, None, problem))
@@ -275,43 +282,92 @@ class _Session:
             self.right.append(case)
         return True
 
-    def _not_answered(self, case, answer):
-        problem = self._error_problem(answer.error)
-        if case.larger and not answer.error.fatal:
-            shared = any(t.case.larger == case.larger == GROUPED for t in self.tried)
-            if not shared or not MISFIT.search(answer.error.text) or _refused(answer.error):
-                self._refuse(case.larger, answer)
-                return True
-            problem.sentence = "Right where other numbers of heads share a key head; here it stops:"
-        elif case.refusable and _refused(answer.error):
-            # what stops it on other cases too is not about these
-            if all(answer.said != failure.answer.said for failure in self.failures):
-                self._refuse(case.refusable, answer)
-                return True
-        right = self.exercise.right(case)
-        self.tried.append(Tried(case, right, None, answer.error, problem))
-        self._fail(case, answer, problem, right, None)
-        return not answer.error.fatal
+    def _left_out(self, case):
+        """Whether a larger case is not asked: the plain ones went wrong, or it was refused."""
+        one_head = self.refusals.get("several heads")
+        if one_head is not None and case.larger == GROUPED:
+            self._refuse(case.larger, one_head.text, one_head)  # what it makes of them is by chance
+        refused = case.larger in self.refused or case.refusable in self.refused
+        too_few_axes = "q" in case and case["q"].ndim - 2 < self.axes
+        return bool(self.failures) or refused or too_few_axes
 
-    def _refuse(self, size, answer):
+    def _answered_for_keys(self, case, answer):
+        """Whether it refuses shared key heads without a word: zip stops at the shorter of two.
+
+        If it has answered for all query heads where others share a key head, it does not refuse.
+        """
+        if case.larger != GROUPED or any(t.case.larger == GROUPED for t in self.tried):
+            return False
+        value = answer.value
+        try:
+            first = calling.to_array(value[0] if isinstance(value, tuple) and value else value)
+        except ValueError:  # no answer at all
+            return False
+        return first.shape[:-2] == case["k"].shape[:-2]
+
+    def _not_answered(self, case, answer):
+        error = answer.error
+        if size := self._refusal(case, answer):
+            self._refuse(size, answer.said, error)
+            return True
+        problem = self._error_problem(error)
+        if case.larger and not error.fatal:
+            shared = "where other numbers of heads share a key head"
+            where = shared if case.larger == GROUPED else "where lse is asked for too"
+            problem.sentence = f"Right {where}; here it stops:"
+        right = self.exercise.right(case)
+        self.tried.append(Tried(case, right, None, error, problem))
+        self._fail(case, answer, problem, right, None)
+        return not error.fatal
+
+    def _refusal(self, case, answer):
+        """Return the size that an error refuses; "" if it is a mistake."""
+        error = answer.error
+        if error.fatal:
+            return ""
+        if case.larger:
+            return "" if self._by_accident(case, error) else case.larger
+        if error.kind == "RecursionError" and _rows(case) > DEEP:
+            return f"more than {DEEP} rows"
+        # what stops it on other cases too is not about these
+        alone = all(answer.said != failure.answer.said for failure in self.failures)
+        return case.refusable if alone and _refused(error) else ""
+
+    def _by_accident(self, case, error):
+        """Whether an error on a larger case refuses no size, since it answered that one before."""
+        if _refused(error):
+            return False
+        answered = [t.case for t in self.tried if t.case.larger == case.larger]
+        if answered and case.larger == GROUPED and MISFIT.search(error.text):
+            return True
+        # the same question, but for o alone
+        return case.alone and any(
+            other["q"].ndim == case["q"].ndim and other.options == case.options
+            for other in answered
+        )
+
+    def _refuse(self, size, said, error=None):
         if size not in self.refused:
-            self.refused[size], self.refusals[size] = answer.said, answer.error
+            self.refused[size], self.refusals[size] = said, error
 
     def _error_problem(self, error):
         if error.kind == "NotImplementedError" and not self.tried:
             return Problem("not_written", "Not written yet.")
-        return Problem("error", error.headline)
+        hint = ""
+        if self.learner.nameless and NEEDED.search(error.text):
+            hint = f" {self.learner.about_names}"
+        return Problem("error", error.headline + hint)
 
     def _judge(self, case, answer, right, both):
         """Return (arrays, problem) of an answer."""
         try:
-            both = both and self.learner.has("return_lse")
+            both = both and self.learner.has("return_lse") and not case.alone
             got = read(self.exercise, right, answer.value, both)
         except Unreadable as error:
             if answer.given_back:
                 error.problem.sentence += f" It is the argument {answer.given_back} itself."
             return None, error.problem
-        return got, compare(case, got, right)
+        return got, compare(case, got, right) or _about_one_score(case, got)
 
     def _manners(self, answer):
         """Return the problem of a right answer that came at a price."""
@@ -431,14 +487,35 @@ class _Session:
             not_asked=[r for r in self.exercise.options if not self.learner.has(r)],
             notes=self.notes,
         )
+        if report.passed and report.not_asked and self.learner.nameless:
+            report.notes.append(self.learner.about_names)
         if self.failures:
             report.mistakes = matching.name_mistakes(self.exercise, self.learner, self.tried)
             if not report.mistakes:
                 report.clues = clues.find(self.exercise, self.learner, self.tried, self._differs)
                 unsteady = [f.problem.sentence for f in wrong[1:] if f.kind == "unsteady"]
                 report.clues = list(dict.fromkeys(unsteady[:1] + report.clues))
-                report.partly = matching.partly(self.exercise, self.learner, self.tried)
+                if not unsteady:  # what is remembered explains more
+                    report.partly = matching.partly(self.exercise, self.learner, self.tried)
+        if wrong and report.mistake is None:  # a mistake with a name was made, whatever was meant
+            report.notes += self._what_is_enough(wrong)
         return report
+
+    def _what_is_enough(self, wrong):
+        """Return the note on a softmax that may have been meant for one row; or none.
+
+        Matrices mean nothing to such code, and as often as not it gives numbers there where other
+        code stops. If it was right for one of them, it was meant for matrices.
+        """
+        numbers = all(f.kind in ("value", "nan", "shape", "result") for f in wrong)
+        sizes = {f.case.larger if f.case is not None else "" for f in wrong}
+        if not numbers or sizes != {"rows of a matrix"} or any(case.larger for case in self.right):
+            return []
+        x = self.learner.parameters["x"].name if self.learner.has("x") else "x"
+        return [
+            f"Right for one row. If your exercise asks for no more, let the first line say so: "
+            f'assert {x}.ndim == 1, "one row".'
+        ]
 
 
 # what learners call the arrays that they move, where it is not the paper's letter
@@ -611,11 +688,36 @@ def _by_array(memory, algorithm, case):
     return f"By array: {'; '.join(texts)}." if texts else ""
 
 
+def _about_one_score(case, got):
+    """Return the problem of a single score that has not all the weight, to the last digits.
+
+    Everywhere else what is added to l hides behind the tolerance.
+    """
+    if "x" not in case or case["x"].size > 1 or abs(got["p"].item() - 1) <= SPACING:
+        return None
+    return Problem(
+        "share",
+        f"A score that is alone has all the weight: its share is 1, and not {got['p'].item():.8g}. "
+        f"Is something added to the sum l?",
+        "p",
+    )
+
+
 def _refused(error):
     """Whether an error is a refusal that the learner wrote; an `assert` must be about sizes."""
     line = error.lines[-1]["line"] if error.lines else ""
-    about = OF_SIZES.search(line) or OF_LENGTHS.search(line)
-    return error.kind in REFUSALS and meant(error) and bool(about or "assert" not in line)
+    about = any(words.search(line) for words in (OF_SIZES, OF_LENGTHS, OF_MASKS))
+    return error.kind in REFUSALS and meant(error) and (about or "assert" not in line)
+
+
+def _wants_more_axes(plain, more):
+    """Whether the error on a plain case only asks for more axes, and the one on more does not.
+
+    Then the error that comes with the axes is the one to show. One that refuses them, or cannot
+    unpack them, says: the plain size is the right one, and its error a mistake in the code.
+    """
+    asks = _refused(plain) or any(words in plain.text for words in MORE_AXES)
+    return asks and not _refused(more) and FEWER_AXES not in more.text
 
 
 def _tests_the_answer(error):

@@ -15,12 +15,14 @@ import __future__
 
 import ast
 import builtins
+import collections
 import faulthandler
 import inspect
 import itertools
 import json
 import linecache
 import math
+import numbers
 import os
 import re
 import signal
@@ -29,12 +31,15 @@ import sys
 import traceback
 import types
 import warnings
+from array import array as array_of_one_type
 
 import numpy as np
 
 LENGTHS = struct.Struct("<QQ")  # bytes of JSON, bytes of arrays
 MOST_JSON, MOST_BYTES = 16 << 20, 64 << 20  # of one message; homework answers are far smaller
+MOST_LINES = 1000  # of a traceback: a recursion may be deeper
 REMEMBERED_CALLS = 2  # how long an array that was sent is still known by its number
+SEQUENCES = (list, collections.deque, array_of_one_type)
 DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
     *("float16", "float32", "float64", "complex64", "complex128"),
@@ -207,7 +212,7 @@ class Exchange:
             return {"complex": [value.real, value.imag]}
         if kind is list and id(value) in self.lists:
             return {"given": self.lists[id(value)]}
-        if kind is list:
+        if kind in SEQUENCES:
             return {"list": [self._encode(item, add) for item in value]}
         if isinstance(value, tuple):
             return {"tuple": [self._encode(item, add) for item in value]}
@@ -226,7 +231,8 @@ class Exchange:
             return {"passing": self._pass(array, add)}
         array = self.as_array(value)
         if array is None or array.dtype.name not in DTYPES:
-            return {"special": self.special(value)}
+            floats = as_floats(value if array is None else array)
+            return {"special": self.special(value)} if floats is None else self._encode(floats, add)
         if array.nbytes > MOST_BYTES:  # before it is copied, and before it is remembered
             raise ValueError("an answer of more than 64 MiB")
         if isinstance(value, np.generic):
@@ -360,6 +366,21 @@ def as_array(value):
                 value = value.float()
         return np.asarray(value)
     except Exception:  # whatever a foreign type raises: then it is no array
+        return None
+
+
+def as_floats(value):
+    """Return a longdouble, Decimal or Fraction, or an array of them, as floats; None for the rest.
+
+    Here is what a check does with them where it can see them itself.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "fO":
+        return None
+    if not isinstance(value, np.ndarray | numbers.Number) or isinstance(value, int):
+        return None
+    try:
+        return np.asarray(value, object).astype(float)
+    except Exception:  # no numbers, or one that is too large
         return None
 
 
@@ -537,6 +558,12 @@ def remote_memory(ask, number):
         loads = property(lambda self: ask(number, "get", "loads"))
         stores = property(lambda self: ask(number, "get", "stores"))
         peak_sram = property(lambda self: ask(number, "get", "peak_sram"))
+        loads_by_array = property(
+            lambda self: collections.Counter(ask(number, "get", "loads_by_array"))
+        )
+        stores_by_array = property(
+            lambda self: collections.Counter(ask(number, "get", "stores_by_array"))
+        )
         sram_elements = property(lambda self: ask(number, "get", "sram_elements"))
         head = property(
             lambda self: ask(number, "get", "head"),
@@ -647,7 +674,7 @@ class Homework:
                 base.__name__ for base in type(error).__mro__ if base.__module__ == "builtins"
             ],
             "text": text[:2000],
-            "lines": lines[-10:] if len(lines) > 10 else lines,
+            "lines": lines[-MOST_LINES:],
         }
 
     def own_line(self, frame):

@@ -171,6 +171,70 @@ def test_what_refuses_heads_is_not_asked_for_grouped_heads():
     assert list(report.not_checked) == ["several heads", "fewer key heads than query heads"]
 
 
+def heads_of(function):
+    """Return a function of several heads: zip takes as many as the shorter of two has."""
+
+    def heads(q, k, v):
+        return np.stack([heads(*one) for one in zip(q, k, v)]) if q.ndim > 2 else function(q, k, v)  # noqa: B905
+
+    return heads
+
+
+def test_heads_by_zip_refuse_shared_key_heads_without_a_word():
+    report = check.attention(heads_of(correct.attention_of_matrices))
+    assert report.passed, report
+    assert list(report.not_checked) == ["fewer key heads than query heads"]
+    text = str(report).replace("\n  ", " ")
+    assert text.startswith("attention: right where each query head has a key head of its own. ")
+    assert "an answer for as many heads as k has" in text and "it is not done yet" in text
+
+    def backward(do, q, k, v):
+        if q.ndim > 2:
+            each = [backward(*one) for one in zip(do, q, k, v)]  # noqa: B905
+            return tuple(map(np.stack, zip(*each, strict=True)))
+        return flashref.standard_attention_backward(do, q, k, v)
+
+    report = check.attention_backward(backward)
+    assert report.passed, report
+    assert list(report.not_checked) == ["fewer key heads than query heads"]
+
+
+def test_an_answer_for_the_key_heads_is_wrong_where_others_were_for_the_query_heads():
+    def attention(q, k, v):
+        o = correct.grouped_heads(q, k, v)
+        lead = k.shape[:-2] if q.ndim > 2 and q.shape[-3] == 3 else q.shape[:-2]
+        return o[tuple(slice(n) for n in lead)]
+
+    assert check.attention(correct.grouped_heads).passed
+    report = check.attention(attention)
+    assert [failure.title for failure in report.failures] == ["3 query heads on 1 key head"]
+    assert report.failures[0].kind == "shape"
+
+
+def test_no_answer_is_no_answer_for_the_key_heads():
+    def attention(q, k, v):
+        shared = q.ndim > 2 and q.shape[-3] > k.shape[-3]
+        return [[1.0], [2.0, 3.0], [4.0]] if shared else correct.attention_of_matrices(q, k, v)
+
+    report = check.attention(attention)
+    assert report.failures[0].kind == "result"
+    assert "o is a ragged list" in str(report)
+
+
+def test_wrong_shared_heads_are_no_refusal():
+    """Right for heads of their own, and of the right shape for shared ones."""
+    heads = heads_of(correct.attention_of_matrices)
+
+    def attention(q, k, v):
+        o = np.zeros((*q.shape[:-1], v.shape[-1]))
+        o[tuple(slice(n) for n in k.shape[:-2])] = heads(q, k, v)
+        return o
+
+    report = check.attention(attention)
+    assert not report.passed
+    assert report.not_checked == {}
+
+
 def test_a_refusal_that_the_learner_wrote_is_no_accident():
     def softmax(x):
         assert x.ndim == 1, "one row; exercise 2 takes more"
@@ -376,6 +440,71 @@ def test_what_is_refused_on_squares_too_is_not_refused_but_missing():
     assert report.not_checked == {}
 
 
+def of_one_mask(refuse):
+    def attention(q, k, v, causal=False, window=None, mask=None):
+        if sum([causal, window is not None, mask is not None]) > 1:
+            refuse(causal, mask)
+        return flashref.standard_attention(q, k, v, causal=causal, window=window, mask=mask)
+
+    return attention
+
+
+def by_choice(causal, mask):
+    raise ValueError("give one of them")
+
+
+def by_a_test_of_none(causal, mask):
+    assert mask is None and not causal, "give one of them"
+
+
+@pytest.mark.parametrize("refuse", [by_choice, by_a_test_of_none])
+def test_two_masks_at_once_may_be_refused(refuse):
+    report = check.attention(of_one_mask(refuse))
+    assert report.passed, report
+    assert list(report.not_checked) == ["two masks at once"]
+
+
+def test_two_masks_at_once_may_not_be_refused_by_accident():
+    report = check.attention(of_one_mask(lambda causal, mask: mask + None))
+    assert not report.passed
+    assert report.not_checked == {}
+
+
+def test_a_recursion_may_be_too_deep_for_very_long_rows():
+    def online_softmax(x):
+        assert x.ndim == 1, "one row"
+
+        def after(i, m, l):
+            if i == len(x):
+                return m, l
+            new = max(m, x[i])
+            return after(i + 1, new, l * np.exp(m - new) + np.exp(x[i] - new))
+
+        m, l = after(0, -np.inf, 0.0)
+        return np.exp(x - m) / l
+
+    report = check.online_softmax(online_softmax)
+    assert report.passed, report
+    assert list(report.not_checked) == ["more than 900 rows", "rows of a matrix"]
+    places = [line["place"] for line in report.refusals["more than 900 rows"].lines]
+    assert len(set(places)) == len(places) <= 3  # one for all levels
+
+    def too_soon(x):
+        return online_softmax(np.repeat(x, 30))[::30] * 30
+
+    assert check.online_softmax(too_soon).failures[0].title.startswith("scores that grow")
+
+
+def test_a_recursion_without_an_end_is_an_error():
+    def softmax(x):
+        return softmax(x - x.max())
+
+    report = check.softmax(softmax)
+    assert not report.passed
+    [line] = report.failures[0].answer.error.lines
+    assert line["line"] == "return softmax(x - x.max())"
+
+
 def test_a_scale_of_0_or_below_may_be_refused():
     def attention(q, k, v, scale=None):
         if scale is not None and scale <= 0:
@@ -416,3 +545,6 @@ def test_small_leaves_out_the_large_cases():
     assert max(longest) <= 64
     with pytest.raises(ValueError, match="'tiny'"):
         check.attention(attention, cases="tiny")
+    for seed in (-1, "a", None, 1.0):
+        with pytest.raises((TypeError, ValueError), match=f"seed={seed!r} must be"):
+            check.attention(attention, seed=seed)

@@ -460,3 +460,49 @@ def test_mistakes_in_torch_have_names_too():
 
     assert check.attention(unscaled).mistake == "scale_missing"
     assert check.attention(tail_dropped).mistake == "tail_keys_dropped"
+
+
+# --- names that a decorator hides ---------------------------------------------------------------
+
+
+def without_names(function):
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return call
+
+
+def in_blocks(q, k, v, block_q, block_k):
+    return flashref.flash_attention_2(q, k, v, block_q=block_q, block_k=block_k)
+
+
+def in_blocks_by_name(q, k, v, *, block_q, block_k):
+    return in_blocks(q, k, v, block_q, block_k)
+
+
+@pytest.mark.parametrize("function", [in_blocks, in_blocks_by_name])
+def test_what_a_decorator_hides_is_asked_for(function):
+    report = check.attention(without_names(function))
+    assert not report.passed
+    text = " ".join(str(report).split())
+    assert "call shows no names of its arguments, so what else it takes cannot be given" in text
+    assert "put @functools.wraps(function) on the inner function" in text
+    report = check.attention(functools.wraps(function)(without_names(function)))
+    assert report.passed and not report.notes
+
+
+def test_options_that_a_decorator_hides_are_not_asked_and_that_is_said():
+    report = check.attention(without_names(attention))
+    assert report.passed
+    assert "call shows no names of its arguments" in report.notes[-1]
+    assert "causal" in report.not_asked
+
+
+def test_other_errors_are_no_decorators():
+    def named(a, b, c):
+        return in_blocks(a, b, c)  # without blocks
+
+    text = str(check.attention(named))
+    assert "missing 2 required positional arguments" in text and "shows no names" not in text
+    text = str(check.attention(without_names(lambda q, k, v: q @ k)))
+    assert "mismatch" in text and "shows no names" not in text

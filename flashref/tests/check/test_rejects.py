@@ -1,15 +1,18 @@
 """Wrong answers that no list knows are rejected all the same, and what can be said is said."""
 
 import functools
+import re
 
 import numpy as np
 import pytest
 
 import flashref
 from flashref import check
-from flashref.check import mistakes
+from flashref.check import cases, mistakes
 from flashref.tests.check.solutions import correct
+from flashref.tests.check.solutions.seldom import SELDOM, heads_with_lse_alone
 from flashref.tests.check.solutions.wrong import MASKED, WRONG
+from flashref.tests.check.test_named import NAMED
 
 
 def right(q, k, v, **options):
@@ -124,6 +127,50 @@ def test_a_mistake_without_a_name_is_described(name, words, function):
     assert not report.passed
     assert words in one_line(report)
     assert report.mistake == (words if words in mistakes.BY_ID else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "titles", "function", "options"),
+    SELDOM,
+    ids=[f"{name}-{f.__name__}" for name, _, f, _ in SELDOM],
+)
+def test_what_few_cases_see_is_seen(name, titles, function, options):
+    report = getattr(check, name)(function, **options)
+    assert [failure.title for failure in report.failures] == titles
+
+
+def test_heads_that_stop_without_lse_were_right_with_it():
+    report = check.attention(heads_with_lse_alone)
+    assert report.failures[0].kind == "error"
+    assert "Right where lse is asked for too; here it stops:" in str(report)
+    assert "return_lse=False" in str(report)
+
+
+def with_an_epsilon(epsilon, dtype=float):
+    def softmax(x):
+        e = np.exp((x - x.max(axis=-1, keepdims=True)).astype(dtype))
+        return e / (e.sum(axis=-1, keepdims=True) + dtype(epsilon))
+
+    return softmax
+
+
+@pytest.mark.parametrize("name", ["softmax", "online_softmax"])
+def test_what_is_added_to_the_sum_shows_at_a_single_score(name):
+    for epsilon in (1e-5, 1e-6):
+        report = getattr(check, name)(with_an_epsilon(epsilon))
+        assert [failure.title for failure in report.failures] == ["one score"]
+        assert "its share is 1, and not 0.9999" in one_line(report)
+        assert "Is something added to the sum l?" in one_line(report)
+        assert report.mistake is None
+    for epsilon, dtype in ((0, np.float32), (1e-9, np.float32), (1e-9, float)):
+        assert getattr(check, name)(with_an_epsilon(epsilon, dtype)).passed
+
+
+def test_a_row_in_another_order_is_no_earlier_answer():
+    """No two rows hold the same scores: sorted ones would be each other's right answers."""
+    report = check.softmax(lambda x: flashref.safe_softmax(np.sort(x)))
+    assert report.failures[0].title == "the largest score comes first"
+    assert "earlier call" not in one_line(report)
 
 
 def test_an_infinite_number_is_not_called_nan():
@@ -299,6 +346,8 @@ def test_every_description_is_somebodys():
         described |= {m.sentence for m in getattr(check, name)(function).mistakes}
     for name, _, function in MASKED:
         described |= {m.sentence for m in getattr(check, name)(function, masked=True).mistakes}
+    for name, _, function, options in NAMED:
+        described |= {m.sentence for m in getattr(check, name)(function, **options).mistakes}
     assert {m.sentence for m in mistakes.DESCRIBED} <= described
 
 
@@ -600,6 +649,13 @@ def test_softmax_over_everything_is_no_softmax_of_rows():
 
 
 # --- traffic ------------------------------------------------------------------------------------
+
+
+def test_one_of_them_is_no_plural():
+    titles = [case.title for case in cases.traffic_cases(0, closed_form=True)]
+    assert any(title.startswith("1 query, ") for title in titles)
+    assert any(", 1 key, " in title for title in titles)
+    assert not any(re.search(r"\b1 (queries|keys)|\b\d\d+ (query|key)\b", t) for t in titles)
 
 
 def flash_2(q, k, v, block_q, block_k, memory, forget=()):

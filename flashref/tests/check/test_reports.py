@@ -1,5 +1,6 @@
 """What a report says, and how: as text, as HTML, as JSON, as an exception."""
 
+import functools
 import html.parser
 import json
 import re
@@ -11,7 +12,7 @@ from flashref import check
 from flashref.check import calling
 from flashref.check.report import Report
 from flashref.tests.check import transcripts
-from flashref.tests.check.solutions import correct, first_try, odd
+from flashref.tests.check.solutions import correct, first_try, odd, seldom
 
 
 @pytest.mark.parametrize("name", transcripts.HOMEWORK)
@@ -152,6 +153,99 @@ def test_an_error_with_the_axes_that_it_wants_is_the_one_that_is_shown():
     assert "AttributeError" in text and "'softmax'" in text and "unpack" not in text
 
 
+def softmax(S):
+    e = np.exp(S - S.max(axis=-1, keepdims=True))
+    return e / e.sum(axis=-1, keepdims=True)
+
+
+def dk_without_a_transpose(do, q, k, v, guard):
+    guard(q)
+    tau = q.shape[-1] ** -0.5
+    P = softmax(tau * q @ k.T)
+    dP = do @ v.T
+    ds = P * (dP - (P * dP).sum(axis=1, keepdims=True))
+    dk = tau * ds @ q
+    return tau * ds @ k, dk, P.T @ do
+
+
+def scores_without_a_transpose(q, k, v, guard):
+    guard(q)
+    P = softmax(q @ k / q.shape[-1] ** 0.5)
+    return P @ v
+
+
+def tiles_without_a_transpose(q, k, v, block_q, block_k, guard):
+    guard(q)
+    for i in range(0, len(q), block_q):
+        for j in range(0, len(k), block_k):
+            q_i, k_j = q[i : i + block_q], k[j : j + block_k]
+            P = softmax(q_i @ k_j)
+    return P
+
+
+def a_row_too_many(q, k, v, guard):
+    guard(q)
+    n, d = q.shape
+    return softmax(np.stack([q[i] @ k.T / d**0.5 for i in range(n + 1)])) @ v
+
+
+def an_index_too_many(q, k, v, guard):
+    guard(q)
+    _, d = q.shape
+    return softmax(q @ k.T / d**0.5)[:, 0, 0] @ v
+
+
+def asserted(q):
+    assert q.ndim == 2, "one head"
+
+
+def raised(q):
+    if q.ndim > 2:
+        raise ValueError("one head")
+
+
+def not_guarded(q):
+    pass
+
+
+@pytest.mark.parametrize("guard", [asserted, raised, not_guarded])
+@pytest.mark.parametrize(
+    ("name", "function", "line"),
+    [
+        ("attention_backward", dk_without_a_transpose, "dk = tau * ds @ q"),
+        ("attention", scores_without_a_transpose, "P = softmax(q @ k / q.shape[-1] ** 0.5)"),
+        ("attention", tiles_without_a_transpose, "P = softmax(q_i @ k_j)"),
+        ("attention", a_row_too_many, "return softmax(np.stack([q[i] @ k.T"),
+        ("attention", an_index_too_many, "return softmax(q @ k.T / d**0.5)[:, 0, 0]"),
+    ],
+)
+def test_an_error_on_one_head_is_shown_on_one_head(name, function, line, guard):
+    report = getattr(check, name)(functools.partial(function, guard=guard))
+    [failure] = report.failures
+    assert failure.case["q"].ndim == 2
+    assert failure.answer.error.lines[-1]["line"].startswith(line)
+    assert "one head" not in str(report)
+
+
+def test_an_error_is_shown_with_the_axes_that_the_code_asks_for():
+    def asserts(q, k, v):
+        assert q.ndim == 4, "batch and heads"
+        return np.softmax(q)
+
+    def raises(q, k, v):
+        if q.ndim < 4:
+            raise ValueError("all heads, please")
+        return np.softmax(q)
+
+    def sums(q, k, v):
+        S = np.einsum("bhid,bhjd->bhij", q, k)
+        return np.softmax(S)
+
+    for function in (asserts, raises, sums):
+        error = check.attention(function).failures[0].answer.error
+        assert error.text.startswith("AttributeError"), error.text
+
+
 def test_an_error_in_a_library_shows_the_learners_line():
     def attention(q, k, v):
         return np.stack([q, k]) @ v
@@ -168,6 +262,22 @@ def test_leaving_the_program_is_an_error_and_ends_nothing():
     report = check.softmax(leave)
     assert not report.passed
     assert "ended the Python process" in str(report)
+
+
+class Enough(BaseException):
+    pass
+
+
+def test_an_exception_class_of_ones_own_leaves_no_check():
+    def softmax_up_to_700(x):
+        if abs(x).max() > 700:
+            raise Enough("too large")
+        return softmax(x)
+
+    report = check.softmax(softmax_up_to_700)
+    assert report.failures[0].title == "large scores"
+    assert "it ended the program (Enough: too large)" in str(report)
+    assert 'raise Enough("too large")' in str(report)
 
 
 def test_an_interruption_is_the_users():
@@ -214,6 +324,58 @@ def test_a_process_that_dies_on_a_larger_size_is_no_refusal():
     report = check.softmax(softmax)
     assert not report.passed
     assert report.not_checked == {}
+
+
+# --- right for less -----------------------------------------------------------------------------
+
+
+def softmax_of_one_row(row):
+    e = np.exp(row - row.max())
+    return e / e.sum()
+
+
+def online_softmax_of_one_row(row, block=2):
+    m, l = -np.inf, 0.0
+    for start in range(0, len(row), block):
+        part = row[start : start + block]
+        new = max(m, part.max())
+        m, l = new, l * np.exp(m - new) + np.exp(part - new).sum()
+    return np.exp(row - m) / l
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [("softmax", softmax_of_one_row), ("online_softmax", online_softmax_of_one_row)],
+)
+def test_what_is_right_for_one_row_is_told_how_to_say_so(name, function):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert report.failures[0].title == "three rows of three"
+    told = "Right for one row. If your exercise asks for no more, let the first line say so: "
+    assert f'{told}assert row.ndim == 1, "one row".' in " ".join(str(report).split())
+
+    def said(row):
+        assert row.ndim == 1, "one row"
+        return function(row)
+
+    assert getattr(check, name)(said).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "function"),
+    [
+        ("softmax", first_try.softmax),  # wrong for one row too
+        ("softmax", odd.softmax_down),  # a mistake with a name, of code for matrices
+        ("softmax", seldom.from_the_end_is_the_end),  # right for matrices, but for an option
+        ("softmax", lambda x: 0 * x if x.ndim > 2 else correct.softmax_of_rows(x)),
+        ("attention", first_try.multi_head_attention),
+        ("attention", seldom.heads_lose_the_scale),
+    ],
+)
+def test_nobody_else_is_told_that_less_is_enough(name, function):
+    report = getattr(check, name)(function)
+    assert not report.passed
+    assert "asks for no more" not in " ".join(str(report).split())
 
 
 # --- HTML and JSON ------------------------------------------------------------------------------

@@ -165,6 +165,28 @@ def test_a_required_argument_must_be_there_and_right(run, source, required, verd
     assert verdicts()[required[0].partition(".")[0]] == verdict
 
 
+def test_an_argument_that_a_decorator_hides_is_not_there(run):
+    source = """
+import functools
+
+def timed(function):
+    def call(*args, **kwargs):
+        return function(*args, **kwargs)
+    return call
+
+@timed
+""" + SOFTMAX.strip().replace("import numpy as np\n", "")
+    source = source.replace("import functools\n", "import functools\nimport numpy as np\n")
+    words = "softmax shows no names of its arguments, so what else it takes cannot be given:"
+    code, out = run(source, "--require", "softmax.axis")
+    text = " ".join(out.split())
+    assert code == 1 and "not there: the argument axis." in text
+    assert text.count(words) == 1 and "put @functools.wraps(function) on the inner" in text
+    named = source.replace("    def call", "    @functools.wraps(function)\n    def call")
+    assert run(named, "--require", "softmax.axis")[0] == 0
+    assert words not in run(PLAIN, "--require", "naive_attention.causal")[1]
+
+
 def test_a_required_argument_that_is_there_changes_nothing(run):
     options = ["--only", "flash_attention_2", "--require"]
     assert run(GOOD, *options, "flash_attention_2.causal")[0] == 0
@@ -441,7 +463,8 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
     (["homework.txt"], "neither"),
     (["homework.py", "--only", "sofmax"], "invalid choice"),
     (["homework.py", "--require", "sofmax.axis"], "name of a function"),
-    (["homework.py", "--require", "attention"], "what can be required is causal, scale,"),
+    (["homework.py", "--require", "attention"], "attention stands without .ARGUMENT: what can be"),
+    (["homework.py", "--require", "attention.d"], "'d': what can be required is causal, scale,"),
     (["homework.py", "--require", "attention.colour"], "not asked for 'colour'"),
     (["homework.py", "--require", "block_sizes.causal"], "has no options"),
     (["homework.py", "--timeout", "0"], "is not between 0 and a billion"),

@@ -39,7 +39,7 @@ def softmax(x, axis=-1, *, block_size=None, name="plain", scale=1.5):
     if case == 4:
         return np.float32(2.5), np.arange(6, dtype=np.float32).reshape(2, 3).T, "text", 1 + 2j
     if case == 5:
-        return np.array(["a", "b"]), object(), np.array([1, None]), 10**30
+        return np.array(["a", "b"]), object(), np.array([1, object()]), 10**30
     if case == 6:
         kept.append(x)
         return len(kept) == 2 and kept[0] is kept[1]
@@ -220,6 +220,45 @@ def test_memory_is_counted_here(serve):
     np.testing.assert_array_equal(first, [[4, 6], [7, 7]])
     assert view  # a tile is a view, there as here
     assert "too many indices" in text
+
+
+def test_counts_by_array_are_seen_there_and_belong_to_here(serve):
+    fn = serve(
+        """
+def traffic(q, memory):
+    memory.load("Q", q, slice(0, 2))
+    memory.store("O", q, slice(0, 1), q[:1])
+    seen = dict(memory.loads_by_array), dict(memory.stores_by_array), memory.loads_by_array["K"]
+    memory.loads_by_array["Q"] = 0
+    return seen
+""",
+        "traffic",
+    )
+    memory = flashref.Memory()
+    assert fn(np.ones((3, 2)), memory) == ({"Q": 4}, {"O": 2}, 0)
+    assert memory.loads_by_array == {"Q": 4}
+
+
+def test_a_recursion_shows_each_of_its_lines_once(serve):
+    fn = serve(
+        """
+def even(n):
+    return odd(n - 1)
+
+def odd(n):
+    return even(n - 1)
+
+def softmax(x):
+    return even(x)
+""",
+        "softmax",
+    )
+    with pytest.raises(LearnerError) as caught:
+        fn(0.0)
+    assert caught.value.kind == "RecursionError"
+    lines = [at["line"] for at in caught.value.lines]
+    assert lines[0] == "return even(x)"
+    assert sorted(lines[1:]) == ["return even(n - 1)", "return odd(n - 1)"]
 
 
 def test_flashref_over_there_accepts_the_memory_of_here(serve):

@@ -8,6 +8,10 @@ from flashref import check
 from flashref.check import remote
 
 SOURCE = """
+import array
+import collections
+import decimal
+import fractions
 import functools
 import numpy as np
 
@@ -75,6 +79,27 @@ def softmax_a_word(x):
 
 def softmax_complex(x):
     return softmax_right(x) + 0j
+
+def softmax_of_decimals(x):
+    return [decimal.Decimal(float(p)) for p in softmax_right(x)]
+
+def softmax_of_fractions(x):
+    return np.array([fractions.Fraction(float(p)) for p in softmax_right(x)])
+
+def softmax_of_fractions_beyond_any_float(x):
+    return [fractions.Fraction(10**400)] * len(x)
+
+def softmax_of_no_decimals(x):
+    return np.array([decimal.Decimal("sNaN")] * len(x))
+
+def softmax_longdouble(x):
+    return softmax_right(x.astype(np.longdouble))
+
+def softmax_in_a_deque(x):
+    return collections.deque(softmax_right(x))
+
+def softmax_in_an_array_of_one_type(x):
+    return array.array("d", softmax_right(x))
 
 def softmax_ragged(x):
     return [[0.5], [0.25, 0.25]]
@@ -156,6 +181,20 @@ def attention_one_head_for_all(q, k, v):
 
 def attention_plain_only(q, k, v):
     n, d = q.shape
+    return right(q, k, v)
+
+def attention_of_heads_by_zip(q, k, v):
+    if q.ndim > 2:
+        return np.stack([attention_of_heads_by_zip(*one) for one in zip(q, k, v)])
+    return right(q, k, v)
+
+def without_names(function):
+    def attention_without_names(*args, **kwargs):
+        return function(*args, **kwargs)
+    return attention_without_names
+
+@without_names
+def attention_without_names(q, k, v, block_q, block_k):
     return right(q, k, v)
 
 def attention_empty_rows(q, k, v, causal=False, return_lse=False):
@@ -281,6 +320,8 @@ def test_the_reports_are_equal(path, homework, name):
 
 PASS = {
     "softmax_right", "softmax_with_lists", "softmax_float32", "softmax_partial", "softmax_lambda",
+    "softmax_of_decimals", "softmax_of_fractions", "softmax_longdouble", "softmax_in_a_deque",
+    "softmax_in_an_array_of_one_type", "attention_of_heads_by_zip",
     "attention_right", "attention_object", "attention_plain_only", "attention_method",
     "attention_class", "attention_backward_class", "block_sizes_as_floats", "traffic_closed",
 }  # fmt: skip

@@ -110,7 +110,7 @@ def half_of_two(x):
     return e / e.sum(axis=-1, keepdims=True)
 
 
-@wrong("softmax", "lse_without_max")
+@wrong("softmax", "The sum is measured against the maximum, the scores above it are not")
 def by_half_of_the_lse(x):
     l = np.exp(x - x.max()).sum()
     return np.exp(x - np.log(l)) if x.ndim == 1 else 1 / 0
