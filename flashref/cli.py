@@ -43,10 +43,13 @@ def _exists(module):
 def new_file(text):
     """Return the path of a file to write, for `type=` of argparse: better refused than lost."""
     path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} may not be written")
+    try:
+        if path.is_dir() or not path.parent.is_dir():
+            raise argparse.ArgumentTypeError(f"{text} is not a file in an existing folder")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise argparse.ArgumentTypeError(f"{text} may not be written")
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise argparse.ArgumentTypeError(f"{text}: {error.strerror}") from error
     return path
 
 

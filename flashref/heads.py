@@ -333,10 +333,10 @@ def check_rules(options, d):
 
 
 def _check_range(rules, dtype):
-    """Refuse a scale or softcap that is inf or 0 in the dtype of the scores; drop a large cap."""
+    """Refuse a scale that is inf, a softcap that is 0, in the scores' dtype; drop a large cap."""
     largest, scale, softcap = float(np.finfo(dtype).max), rules["scale"], rules["softcap"]
-    if abs(scale) > largest:
-        raise ValueError(f"scale={scale!r} must be within ±{largest:.4g}: the scores are {dtype}")
+    if not np.isfinite(dtype.type(scale)):
+        raise ValueError(f"scale={scale!r} must be within ±{largest!r}: the scores are {dtype}")
     if softcap and dtype.type(softcap) == 0:
         hint = "give 0 or None for no cap"
         raise ValueError(f"softcap={softcap!r} is 0 in {dtype}, as the scores are; {hint}")

@@ -1,6 +1,7 @@
 """`python -m flashref bench gpu`: every rung and every peer on this card, in one run.
 
-Each setting holds 16,384 tokens in batches of sequences of N, 2048 columns in heads of d. Kernels
+Each setting of the tables holds 16,384 tokens in batches of sequences of N, 2048 columns in heads
+of d; ragged lengths are measured with one sequence, and the longest with one head. Kernels
 run in short bursts, in random order, with pauses as long as the bursts: a card under steady load
 lowers its clock, and what runs second would be slower. Compare within one run only. TFLOP/s count
 4 N² d a head, half of it if causal, 2.5 times as much for the backward pass, whatever a kernel
@@ -163,9 +164,11 @@ def _stored(text):
         run = json.loads(Path(text).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise argparse.ArgumentTypeError(f"{text} cannot be read: {error}") from error
-    parts = {"card", "driver", "date", "versions", "peaks", "how", "runs"}
-    if not isinstance(run, dict) or not parts <= set(run):
-        raise argparse.ArgumentTypeError(f"{text} holds no run of `bench gpu --json`")
+    try:
+        report(run)
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        problem = f"{text} holds no run of `bench gpu --json`"
+        raise argparse.ArgumentTypeError(problem) from error
     return run
 
 
@@ -192,9 +195,10 @@ def measure(todo, rounds, flex=False, steps=False):
         "versions": versions(torch),
         "how": (
             f"Bursts of {1e3 * BURST:g} ms between pauses of {1e3 * PAUSE:g} ms, kernels in random "
-            f"order, {rounds} rounds; tflops is of the median of ms. What takes less than "
-            f"{1e3 * CAPTURED:g} ms is replayed as a CUDA graph, with no host's cost in it, if a "
-            f"replay gives the same bits."
+            f"order, {rounds} rounds; tflops is of the median of ms. In the tables, what takes "
+            f"less than {1e3 * CAPTURED:g} ms is replayed as a CUDA graph, with no host's cost in "
+            f"it, if a replay gives the same bits; block-sparse, ragged and long calls are made "
+            f"one by one."
         ),
         "clock_and_power": {"before": before, "after": clock_and_power()},
         "peaks": peaks,
@@ -215,10 +219,12 @@ def measure_one(torch, setting, rounds, more, runs, left_out):
             left_out.append(f"{where}: a launch would take about {likely:.1f} s")
             del makes[name]
     calls = prepared(torch, Inputs(torch, setting), makes, left_out)
-    for name, (call, seconds, error) in calls.items():
+    for name, (call, seconds, error) in list(calls.items()):
         if seconds < CAPTURED:
-            call = captured(torch, call)
-            calls[name] = call, 1e-3 * burst(torch, call, 1), error
+            del calls[name]
+            with noting(torch, f"{name}: {setting.title}, N = {setting.n}", left_out):
+                call = captured(torch, call)
+                calls[name] = call, 1e-3 * burst(torch, call, 1), error
     times = in_random_order(torch, calls, rounds, random.Random(setting.n))
     for name, ms in times.items():
         runs.append({
@@ -229,20 +235,26 @@ def measure_one(torch, setting, rounds, more, runs, left_out):
         })  # fmt: skip
 
 
-def prepared(torch, inputs, makes, left_out, masks=None):
+def prepared(torch, inputs, makes, left_out, part="", masks=None):
     """Return name to (function, seconds of a launch, error) of what runs; note what does not."""
     calls, setting = {}, inputs.setting
     for name, make in makes.items():
-        try:
+        with noting(torch, f"{part}{name}: {setting.title}, N = {setting.n}", left_out):
             call = make(inputs)
             error = inputs.error(call(), (masks or {}).get(name))  # compiles, too
             torch.cuda.synchronize()
             calls[name] = call, 1e-3 * burst(torch, call, 1), error
-        except Exception as trouble:  # a peer may lack a kernel or the memory; ours too
-            text = " ".join(str(trouble).split())[:160]
-            left_out.append(f"{name}: {setting.title}, N = {setting.n}: {text}")
-            torch.cuda.empty_cache()
     return calls
+
+
+@contextlib.contextmanager
+def noting(torch, what, left_out):
+    """Note an error and go on: a peer may lack a kernel or the memory, and ours may, too."""
+    try:
+        yield
+    except Exception as trouble:
+        left_out.append(f"{what}: {' '.join(str(trouble).split())[:160]}")
+        torch.cuda.empty_cache()
 
 
 def speed(setting, ms):
@@ -276,7 +288,7 @@ def measure_sparse(torch, rounds, left_out):
             setting = Setting(SPARSE_LENGTH, d, causal=False, backward=backward)
             inputs = Inputs(torch, setting)
             makes, masks = sparse_candidates(inputs)
-            calls = prepared(torch, inputs, makes, left_out, masks)
+            calls = prepared(torch, inputs, makes, left_out, "block-sparse, ", masks)
             times = in_random_order(torch, calls, rounds, random.Random(d))
             dense = statistics.median(times["dense"]) if "dense" in times else None
             for name, ms in times.items():
@@ -294,7 +306,8 @@ def measure_sparse(torch, rounds, left_out):
 def measure_ragged(torch, rounds, left_out):
     """Return what it costs that tiles are not full: 8 rows more than a multiple of 128.
 
-    Both lengths in one random order; `share` is the TFLOP/s over those of the full tiles.
+    One sequence, and both lengths in one random order; `share` is the TFLOP/s over those of the
+    tiles that are full, or nearly (`hopper` has 192 queries in a tile at d = 64).
     """
     found = []
     for backward, d, causal in itertools.product((False, True), (64, 128), (False, True)):
@@ -303,7 +316,7 @@ def measure_ragged(torch, rounds, left_out):
             setting = settings[n] = OneSequence(n, d, causal, backward=backward)
             makes = candidates(setting)
             makes = {name: makes[name] for name in RAGGED if name in makes}
-            ready = prepared(torch, Inputs(torch, setting), makes, left_out)
+            ready = prepared(torch, Inputs(torch, setting), makes, left_out, "ragged, ")
             calls |= {(name, n): call for name, call in ready.items()}
         times = in_random_order(torch, calls, rounds, random.Random(d))
         for name in RAGGED:
@@ -312,6 +325,7 @@ def measure_ragged(torch, rounds, left_out):
             full, ragged = (speed(settings[n], times[name, n]) for n in settings)
             found.append({
                 "kernel": name, "n": RAGGED_LENGTH, "full_n": FULL_LENGTH, "d": d, "causal": causal,
+                "batch": setting.batch, "heads": setting.heads,
                 "pass": setting.direction, "tflops": ragged, "full_tflops": full,
                 "share": round(ragged / full, 3), "error": float(f"{calls[name, n][2]:.2e}"),
             })  # fmt: skip
@@ -328,24 +342,34 @@ def measure_long(torch, left_out):
             inputs = Inputs(torch, setting)
             makes = candidates(setting).items()
             makes = {name: make for name, make in makes if not name.startswith("PyTorch")}
-            for name, (call, _, error) in prepared(torch, inputs, makes, left_out).items():
-                torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
-                results = call()
-                torch.cuda.synchronize()
-                held = torch.cuda.memory_allocated() - before
-                more = torch.cuda.max_memory_allocated() - before - held
-                del results
-                ms = [burst(torch, call, 1) for _ in range(3)]
-                found.append({
-                    "kernel": name, "n": setting.n, "d": d, "pass": setting.direction,
-                    "tflops": speed(setting, ms), "ms": [round(t, 3) for t in ms],
-                    "more_bytes": more,
-                    "input_bytes": (4 if backward else 3) * 2 * setting.n * d,
-                    "error": float(f"{error:.2e}"),
-                })  # fmt: skip
+            part = "one long head, "
+            calls = prepared(torch, inputs, makes, left_out, part)
+            for name, (call, _, error) in calls.items():
+                with noting(torch, f"{part}{name}: {setting.title}", left_out):
+                    more, ms = (
+                        beyond_results(torch, call),
+                        [burst(torch, call, 1) for _ in range(3)],
+                    )
+                    found.append({
+                        "kernel": name, "n": setting.n, "d": d, "pass": setting.direction,
+                        "tflops": speed(setting, ms), "ms": [round(t, 3) for t in ms],
+                        "more_bytes": more,
+                        "input_bytes": (4 if backward else 3) * 2 * setting.n * d,
+                        "error": float(f"{error:.2e}"),
+                    })  # fmt: skip
     torch.cuda.empty_cache()
     return found
+
+
+def beyond_results(torch, call):
+    """Return the bytes that a call takes at its peak, without those of its results."""
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated() - before
+    del results
+    return torch.cuda.max_memory_allocated() - before - held
 
 
 @contextlib.contextmanager

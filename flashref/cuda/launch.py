@@ -60,6 +60,7 @@ WITH_PTX = ("tensor_core", "hopper")
 BACKWARD = ("tiled", "tensor_core")
 STATIC_SHARED = 48 * 1024  # what a block gets without asking
 MAX_GRID = (2**31 - 1, 65535, 65535)
+MOST_SCALE = 2.3e38  # kernels take float32, and some of them multiply by log₂ e first
 
 
 def cdiv(a, b):
@@ -321,6 +322,8 @@ class _Call:
         self.o_shape = (*lead, self.n_q, v.shape[-1])
         rules = check_rules(Options(scale=scale, causal=causal), q.shape[-1])
         self.scale, self.causal = rules["scale"], rules["causal"]
+        if abs(self.scale) > MOST_SCALE:
+            raise ValueError(f"scale={self.scale!r} must be within ±{MOST_SCALE:g} on a GPU")
         for name, shape in (("do", self.o_shape), ("o", self.o_shape), ("lse", self.o_shape[:-1])):
             if name in named and self.of[name].shape != shape:
                 raise ValueError(f"{name} has shape {self.of[name].shape}; q and v ask for {shape}")
@@ -412,7 +415,10 @@ def _choose_rung(kernel, rungs, of, card_objection=lambda rung: None):
         objections[rung] = objection
     said = "; ".join(f"kernel={rung!r} {why}" for rung, why in objections.items())
     if kernel in FALLBACK:
-        instead = _choose_rung(FALLBACK[kernel], rungs, of, card_objection)  # or what it objects to
+        try:
+            instead = _choose_rung(FALLBACK[kernel], rungs, of, card_objection)
+        except (ValueError, GpuError) as trouble:
+            raise type(trouble)(f"{said}; {trouble}") from None
         text = f"{said}; {instead} runs instead"
         warnings.warn(text, device.FallbackWarning, stacklevel=5)  # where the caller's call stands
         return instead

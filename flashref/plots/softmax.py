@@ -36,9 +36,9 @@ def exp_range(dtype):
     -103.9721 88.7228
     """
     try:
-        info = np.finfo(dtype)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{dtype=} must be a floating-point type, such as float32") from error
+        info = np.finfo({np.dtype(x): x for x in DTYPES}[np.dtype(dtype)])
+    except (TypeError, KeyError) as error:
+        raise TypeError(f"{dtype=} must be float16, float32 or float64") from error
     # half the smallest number rounds to 0; the logarithms are taken in halves lest they underflow
     low = np.log(float(info.smallest_subnormal)) - np.log(2)
     return float(low), float(np.log(float(info.max)))

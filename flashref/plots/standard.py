@@ -521,5 +521,5 @@ def difference_curve(h, errors):
     return Picture(
         figure,
         "The error of the difference quotient against its step h, both axes logarithmic: a U. "
-        f"From large h down it falls like h squared, then it rises like 1/h. {'; '.join(words)}.",
+        f"From large h down it falls like h squared, then rises like 1/h, until nothing of a gradient is left. {'; '.join(words)}.",
     )

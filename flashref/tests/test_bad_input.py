@@ -350,8 +350,8 @@ def test_dropout_needs_an_integer_seed(fn, seed):
 
 
 OUT_OF_RANGE = [  # finite as Python has them; in float32, where float16 is calculated too, inf or 0
-    ("scale", 1e39, ["1e+39", "3.403e+38", "float32"]),
-    ("scale", -1e39, ["-1e+39", "3.403e+38", "float32"]),
+    ("scale", 1e39, ["1e+39", "3.4028234663852886e+38", "float32"]),
+    ("scale", -1e39, ["-1e+39", "3.4028234663852886e+38", "float32"]),
     ("alibi_slopes", np.full(4, 1e39), ["1.e+39", "float32"]),
     ("softcap", 1e-46, ["1e-46", "float32"]),
 ]
@@ -369,6 +369,9 @@ def test_options_that_the_arithmetic_cannot_hold(fn, name, value, shown, dtype):
         assert_refused(fn, given, [name, *shown])
         given[name] = value / 100 if name != "softcap" else 1e-45
     assert not any(np.isnan(x).any() for x in results(fn, given))
+    if name == "scale":  # as NumPy shows float32's largest
+        given |= {"q": 0 * given["q"], name: np.copysign(3.4028235e38, value)}
+        assert not any(np.isnan(x).any() for x in results(fn, given))
 
 
 CU_SEQLENS = [  # for q (6 rows) and, by the same rule, for k (7 rows): values, shown

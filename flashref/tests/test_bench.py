@@ -115,6 +115,7 @@ STORED = {  # what a file holds, and what is said about it
     "no JSON": ("TFLOP/s", "cannot be read: Expecting value"),
     "no text": (b"\xff\xfe\x00", "cannot be read: .*utf-8"),
     "a list": ("[]", "holds no run"),
+    "no peaks": (json.dumps(results.stored() | {"peaks": {}}), "holds no run"),
     "figures of the CPU": ('{"machine": {}, "tables": []}', "holds no run"),
 }
 

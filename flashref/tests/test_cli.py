@@ -163,6 +163,8 @@ def test_a_new_file_is_in_a_folder_that_is_there_and_open(tmp_path, monkeypatch)
     for path in (tmp_path, tmp_path / "nowhere" / "new.json", tmp_path / "old.json" / "new.json"):
         with pytest.raises(argparse.ArgumentTypeError, match="is not a file in an existing folder"):
             cli.new_file(str(path))
+    with pytest.raises(argparse.ArgumentTypeError, match=r"aaa: [A-Z]\w+ name too long"):
+        cli.new_file(str(tmp_path / ("a" * 300)))
     asked = []
     monkeypatch.setattr(cli.os, "access", lambda path, how: asked.append((path, how)))
     for name in ("old.json", "new.json"):

@@ -243,7 +243,7 @@ def run(kernels, seeds, sizes, seconds=0):
             f"others for {seconds} s a kernel; causal "
             f"rules, heads, widths, data and scale drawn; CONTRACT's float32 rule, for halves with "
             f"their rounding of P, dS and results; outputs filled with NaN before; every launch "
-            f"twice, with the same bits"
+            f"twice, with the same bits (a backward pass in one pass once)"
         ),
         "largest_relative_error": {name: float(f"{e:.3g}") for name, e in largest.items()},
     }

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import types
@@ -146,6 +147,15 @@ def test_backward_checks_what_the_forward_returned():
         flashref.cuda.flash_attention_2_backward(half, half, half, half, half, ones(3))
     with pytest.raises(TypeError, match="do float32, q float16"):
         flashref.cuda.flash_attention_2_backward(ones(2, 8), half, half, half, half, ones(2))
+
+
+@pytest.mark.parametrize("scale", [1e39, -1e308, 3e38])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_scale_that_float32_cannot_hold_is_refused_before_any_work(scale, dtype):
+    """3e38 is within float32, and its product with log₂ e is not."""
+    x = ones(2, 8, dtype=dtype)
+    with pytest.raises(ValueError, match=re.escape(f"scale={scale!r} must be within ±2.3e+38")):
+        flashref.cuda.flash_attention_2(x, x, x, scale=scale)
 
 
 @pytest.mark.parametrize("deterministic", [1, None, "yes", np.ones(2, bool)])

@@ -43,7 +43,9 @@ def test_where_the_shape_does_not_allow_it_tensor_core_runs():
         assert choose("auto", k=broadcast) == "tensor_core"
     thin = told(2, 70, 60)
     with warnings.catch_warnings(action="error"):  # nothing runs instead
-        with pytest.raises(ValueError, match=r"'tensor_core' copies 16 bytes .* pad"):
+        with pytest.raises(
+            ValueError, match=r"'hopper' copies 16 bytes .*'tensor_core' copies 16 .*pad"
+        ):
             choose("hopper", q=thin, k=thin, v=thin)
     with pytest.raises(TypeError, match="hopper takes float16 or bfloat16"):
         choose("hopper", **{name: told(2, 70, 64, dtype="float32") for name in "qkv"})
@@ -71,7 +73,8 @@ def test_where_the_card_does_not_allow_it_tensor_core_runs(capability, monkeypat
         assert rung(x).rung == "tensor_core"
     wide = np.ones((70, 256), np.float16)
     with warnings.catch_warnings(action="error"):
-        with pytest.raises(ValueError, match="'tensor_core' takes at most 128 columns"):
+        said = rf"'hopper' needs exactly .* has {number}; .*'tensor_core' takes at most 128 columns"
+        with pytest.raises(ValueError, match=said):
             rung(wide)
     with pytest.raises(ValueError, match="'tensor_core' takes at most 128 columns"):
         rung(wide, "auto")
