@@ -521,5 +521,6 @@ def difference_curve(h, errors):
     return Picture(
         figure,
         "The error of the difference quotient against its step h, both axes logarithmic: a U. "
-        f"From large h down it falls like h squared, then rises like 1/h, until nothing of a gradient is left. {'; '.join(words)}.",
+        "From large h down it falls like h squared, then rises like 1/h, until nothing of a "
+        f"gradient is left. {'; '.join(words)}.",
     )
